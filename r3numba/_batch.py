@@ -1,0 +1,188 @@
+"""What rectangle and pack share: the checked request, the destination, and sources that lie in an earlier batch."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._checks import (
+    CANONICAL_NAMES,
+    canonical_dtype,
+    dummy_fits,
+    experts_dtype,
+    host_array,
+    integer_vector,
+    not_negative,
+)
+from ._memory import FreshMemory
+from ._plan import Sources, address_of
+from ._policy import Policy
+from ._sources import extent, read_missing, read_sources
+
+
+class Memory(Protocol):
+    """Where a result may come from: fresh pages, or a buffer that an earlier batch gave back."""
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], mask_shape: tuple[int, ...], policy: Policy
+    ) -> tuple[NDArray[Any], NDArray[np.bool_], bool]:
+        """Return indices, mask, and whether the pages are fresh."""
+        ...
+
+
+FRESH = FreshMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A batch that passed its checks: sources, ``lengths`` int64 [batch] in tokens, masks of missing rows, dtype."""
+
+    sources: Sources
+    lengths: NDArray[np.int64]
+    missing: list[NDArray[np.bool_] | None] | None
+    dtype: np.dtype[Any]
+
+    @property
+    def has_missing(self) -> NDArray[np.bool_] | None:
+        """Return bool [batch]: which trajectories have missing rows; None where none has."""
+        if self.missing is None:
+            return None
+        return np.array([mask is not None for mask in self.missing])
+
+
+def read_request(
+    routes: object,
+    sequence_lengths: object,
+    *,
+    dtype: object,
+    num_experts: object,
+    moe_layers: object,
+    missing: object,
+    audit: object,
+) -> Request:
+    """Return the checked request of a public call; every fault of an input is raised here, before any write."""
+    if audit is not False or moe_layers is not None:
+        raise NotImplementedError("audit= and moe_layers= are not part of this release")
+    sources = read_sources(routes)
+    lengths = integer_vector("sequence_lengths", sequence_lengths, len(sources.rows))
+    not_negative("sequence_lengths", lengths)
+    long = sources.rows > lengths
+    if long.any():
+        index = int(np.argmax(long))
+        raise ValueError(
+            f"routes[{index}] has {int(sources.rows[index])} rows for a sequence of {int(lengths[index])} tokens"
+        )
+    result = _result_dtype(sources, dtype, num_experts)
+    dummy_fits(sources.topk, result)
+    return Request(sources, lengths, read_missing(missing, sources), result)
+
+
+def _result_dtype(sources: Sources, dtype: object, num_experts: object) -> np.dtype[Any]:
+    """Return the dtype that the caller fixed, else the batch's widest; the values are never scanned for it."""
+    needed = sources.dtype
+    cause = f"routes[{int(np.argmax(sources.itemsize * (sources.rows > 0)))}] is {needed}"
+    result = None if dtype is None else canonical_dtype("dtype", dtype)
+    if num_experts is not None:
+        count, by_experts = experts_dtype(num_experts, sources.topk)
+        if result is None:
+            result = by_experts
+        elif result.itemsize < by_experts.itemsize:
+            raise TypeError(f"dtype is {result}, need at least {by_experts} for num_experts = {count}")
+    if result is None:
+        return needed
+    if result.itemsize < needed.itemsize:
+        raise TypeError(f"the result's dtype is {result}, need at least {needed} ({cause})")
+    return result
+
+
+def destination(
+    out: object,
+    shape: tuple[int, ...],
+    mask_shape: tuple[int, ...],
+    request: Request,
+    memory: Memory,
+    policy: Policy,
+) -> tuple[NDArray[Any], NDArray[np.bool_], bool]:
+    """Return the indices to write (``out`` where it was given and fits), the mask, and whether pages are fresh."""
+    if out is None:
+        return memory.empty(shape, request.dtype, mask_shape, policy)
+    array = host_array("out", out)
+    if array.dtype != request.dtype:
+        wanted = request.dtype if array.dtype not in (np.uint8, np.int16, np.int32) else f"{request.dtype} (or dtype=)"
+        raise TypeError(f"out has dtype {array.dtype}, need {wanted}; canonical dtypes are {CANONICAL_NAMES}")
+    if array.shape != shape:
+        raise ValueError(f"out has shape {list(array.shape)}, need {list(shape)}")
+    if not array.flags.c_contiguous or not array.flags.aligned:
+        raise ValueError(f"out has strides {array.strides}, need a C-contiguous and aligned array")
+    if not array.flags.writeable:
+        raise ValueError("out is read-only, need a writable array")
+    _refuse_overlap(array, request)
+    return array, np.empty(mask_shape, np.bool_), False
+
+
+def _refuse_overlap(out: NDArray[Any], request: Request) -> None:
+    """Refuse an ``out`` inside whose bytes an input lies: the kernel reads while it writes."""
+    begin = address_of(out)
+    low, end = extent(request.sources)
+    touching = (low < begin + out.nbytes) & (end > begin)
+    if touching.any():
+        raise ValueError(f"out overlaps routes[{int(np.argmax(touching))}], need memory of its own")
+    for index, mask in enumerate(request.missing or ()):
+        if mask is not None and np.may_share_memory(mask, out):
+            raise ValueError(f"out overlaps missing[{index}], need memory of its own")
+
+
+def rows_of(array: NDArray[Any], begin: NDArray[np.int64], rows: NDArray[np.int64]) -> Sources:
+    """Return sources inside ``array`` ``[total, layers, topk]``: ``rows[i]`` rows from row ``begin[i]`` on."""
+    _, layers, topk = array.shape
+    size = array.itemsize
+    return Sources(
+        held=[array[start : start + count] for start, count in zip(begin.tolist(), rows.tolist(), strict=True)],
+        address=address_of(array) + begin * (layers * topk * size),
+        rows=rows,
+        itemsize=np.full(len(rows), size, np.int8),
+        strides=np.empty((0, 3), np.int64),
+        layers=layers,
+        topk=topk,
+        dtype=array.dtype,
+    )
+
+
+def masks_of(
+    padding_mask: NDArray[np.bool_],
+    begin: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    has_missing: NDArray[np.bool_] | None,
+) -> list[NDArray[np.bool_] | None] | None:
+    """Return the masks of missing rows, as views of the flat ``padding_mask``: a captured True is a missing row."""
+    if has_missing is None or not has_missing.any():
+        return None
+    return [
+        padding_mask[start : start + count] if flag else None
+        for start, count, flag in zip(begin.tolist(), rows.tolist(), has_missing.tolist(), strict=True)
+    ]
+
+
+def read_order(order: object, count: int) -> NDArray[np.int64]:
+    """Return the trajectories that a ``select`` names, int64; repeats are allowed, negative ones are not."""
+    picked = integer_vector("order", order)
+    if not len(picked):
+        raise ValueError("order is empty, need at least one trajectory")
+    wrong = (picked < 0) | (picked >= count)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        raise ValueError(f"order[{index}] is {int(picked[index])}, need 0 to {count - 1}")
+    return picked
+
+
+def tensor_of(array: NDArray[Any]) -> Any:
+    """Return a torch tensor over the memory of ``array``, or an ImportError that names the extra."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise ImportError("this needs torch: pip install 'r3numba[torch]', or use the .array beside it") from error
+    return torch.from_numpy(array)

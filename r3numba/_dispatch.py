@@ -1,0 +1,267 @@
+"""The executor: carries out any plan on the path that the fixed policy names, and remembers what ran.
+
+=========  ==================================================  ============================================
+path       what runs                                           when
+=========  ==================================================  ============================================
+serial     the nogil twin, in the calling thread               one thread
+parallel   the prange kernel                                   more threads on the tbb and omp layers
+pool       the twin over a small thread pool of our own        more threads on workqueue, or in a forked child
+slices     NumPy slices                                        no working Numba
+=========  ==================================================  ============================================
+
+workqueue aborts the process when two Python threads launch at once (numba#8563, #9288), whoever launched the other
+one, so it is never launched at all; GNU OpenMP dies in a forked child (fast-array-utils#179).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _slices
+from ._checks import integer
+from ._plan import Plan, address_of, cut_pieces
+from ._policy import DEFAULT_POLICY, PathName, Policy
+from .topology import permitted_cpus_cached, plan_threads
+
+_BACKENDS = ("auto", "numba", "numpy")
+
+
+@dataclass(slots=True)
+class _LastCall(threading.local):
+    backend: str = "none"
+    path: str = "none"
+    layer: str = "none"
+    threads: int = 0
+
+
+_last = _LastCall()
+_backend_lock = threading.Lock()
+_kernels: types.ModuleType | None = None
+_kernels_failed = False
+
+
+def backend_info() -> Mapping[str, Any]:
+    """Return what this thread's last call ran on.
+
+    Returns
+    -------
+    mapping
+        ``backend`` ("numba" or "numpy"), ``path`` ("parallel", "pool", "serial" or "slices"), ``layer`` (Numba's
+        threading layer, "none" while nothing has started one) and ``threads``; all "none" and 0 before the first call.
+
+    Notes
+    -----
+    Thread-safe: each thread sees its own calls. Nothing is imported or started by asking.
+
+    Examples
+    --------
+    >>> sorted(backend_info())
+    ['backend', 'layer', 'path', 'threads']
+    """
+    return types.MappingProxyType(
+        {"backend": _last.backend, "path": _last.path, "layer": _last.layer, "threads": _last.threads}
+    )
+
+
+def kernels() -> types.ModuleType | None:
+    """Return the module of kernels, or None where the NumPy fallback has to serve.
+
+    ``R3NUMBA_BACKEND``: ``auto`` (Numba where it imports, one warning where it does not), ``numba`` (its absence is an
+    ImportError) or ``numpy``.
+    """
+    global _kernels, _kernels_failed
+    wanted = os.environ.get("R3NUMBA_BACKEND", "") or "auto"
+    if wanted not in _BACKENDS:
+        raise ValueError(f"R3NUMBA_BACKEND is {wanted!r}, need one of {', '.join(_BACKENDS)}")
+    if wanted == "numpy":
+        return None
+    if _kernels is None and (wanted == "numba" or not _kernels_failed):
+        with _backend_lock:
+            if _kernels is None:
+                try:
+                    from . import _kernels as module
+                except Exception as error:  # a broken Numba fails in many ways; every one means "not here"
+                    if wanted == "numba":
+                        raise ImportError(f"R3NUMBA_BACKEND=numba, but Numba does not import: {error}") from error
+                    if not _kernels_failed:
+                        _kernels_failed = True
+                        warnings.warn(
+                            f"r3numba runs without Numba, on its NumPy fallback ({type(error).__name__}: {error})",
+                            RuntimeWarning,
+                            stacklevel=2,
+                        )
+                    return None
+                _kernels = module
+    if _kernels is not None and _jit_disabled() and wanted == "auto":
+        return None  # plain-Python kernels are for tests; a forced path or R3NUMBA_BACKEND=numba asks for them
+    return _kernels
+
+
+def _jit_disabled() -> bool:
+    from . import _numba
+
+    return _numba.JIT_DISABLED
+
+
+def execute(
+    plan: Plan, out: NDArray[Any], mask: NDArray[np.bool_], *, fresh: bool, num_threads: int | None, policy: Policy
+) -> None:
+    """Write ``out`` (the flat destination) and ``mask`` (bool, one a destination row), every cell once.
+
+    ``fresh`` says that the pages were never touched, which moves the serial threshold. The GIL is released while
+    bytes move. Thread-safe as long as no two calls share a destination.
+    """
+    threads = thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
+    sources = plan.sources
+    dummies = plan.dummy_block()
+    arguments = (
+        out, mask, dummies.reshape(-1), plan.bounds, plan.first, sources.address, sources.rows, sources.itemsize,
+        sources.strides, plan.missing, plan.layer_of, sources.topk, plan.row_stride, plan.layer_stride,
+    )  # fmt: skip
+    run(
+        cut_pieces(plan, address_of(out), threads, policy.piece_align), threads, policy,
+        twin="move_serial", kernel="move_parallel", arguments=arguments,
+        slices=lambda pieces: _slices.move_pieces(plan, pieces, out, mask, dummies),
+    )  # fmt: skip
+
+
+def run(
+    pieces: NDArray[np.int64],
+    threads: int,
+    policy: Policy,
+    *,
+    twin: str,
+    kernel: str,
+    arguments: tuple[Any, ...],
+    slices: Callable[[NDArray[np.int64]], None],
+) -> None:
+    """Do the work items ``pieces`` on the path of the policy, on at most ``threads`` threads, and record what ran.
+
+    ``twin`` and ``kernel`` name functions of ``_kernels`` that take ``(pieces, *arguments)``; ``slices`` takes pieces.
+    """
+    module = kernels()
+    path, layer = _choose(module, threads, policy)
+    if path == "serial":
+        threads = 1
+    if path == "slices":
+        _over_pool(slices, pieces, threads)
+    else:
+        module = module or _forced_kernels(path)
+        serial = getattr(module, twin)
+        if path == "parallel":
+            from . import _numba
+
+            with _numba.thread_mask(threads):
+                getattr(module, kernel)(pieces, *arguments)
+        elif path == "pool":
+            _over_pool(lambda part: serial(part, *arguments), pieces, threads)
+        else:
+            serial(pieces, *arguments)
+    _last.backend = "numpy" if path == "slices" else "numba"
+    _last.path, _last.layer, _last.threads = path, layer, threads
+
+
+def thread_count(nbytes: int, *, fresh: bool, num_threads: int | None, policy: Policy) -> int:
+    """Return how many threads a result of ``nbytes`` gets; quotas are read only where more than one may run."""
+    if num_threads is not None:
+        return min(num_threads, permitted_cpus_cached())
+    below = policy.serial_below_fresh if fresh else policy.serial_below_recycled
+    if nbytes < below and not os.environ.get("R3NUMBA_NUM_THREADS"):
+        return 1
+    return plan_threads(nbytes, permitted_cpus_cached(), fresh=fresh, cap=policy.thread_cap)
+
+
+def checked_num_threads(num_threads: object) -> int | None:
+    """Return ``num_threads`` as None or an int of at least 1."""
+    return None if num_threads is None else integer("num_threads", num_threads, 1)
+
+
+def _choose(module: types.ModuleType | None, threads: int, policy: Policy) -> tuple[PathName, str]:
+    """Return the path for ``threads`` threads and the layer, by the policy at the top of this file."""
+    if policy.path == "slices" or (module is None and policy.path is None):
+        return "slices", "none"
+    if module is None:
+        _forced_kernels(policy.path)
+    from . import _numba
+
+    if policy.path in ("serial", "pool"):
+        return policy.path, _numba.layer_name() or "none"
+    if threads == 1 and policy.path is None:
+        return "serial", _numba.layer_name() or "none"
+    if _numba.in_forked_child() and _numba.layer_name() != "tbb":
+        return "pool", _numba.layer_name() or "none"
+    layer = _numba.start_layer(_probe)
+    return ("pool" if layer == "workqueue" else "parallel"), layer
+
+
+def _forced_kernels(path: PathName | None) -> types.ModuleType:
+    """Return the kernels that a forced path needs although the backend is NumPy (JIT disabled), or say why not."""
+    if _kernels is None:
+        raise ValueError(f"the path {path!r} is forced and needs Numba, but the backend here is NumPy")
+    return _kernels
+
+
+def _probe() -> None:
+    assert _kernels is not None
+    _kernels.compile_probe()
+
+
+# --- Our own pool -------------------------------------------------------------------------------------------------
+
+_pool: concurrent.futures.ThreadPoolExecutor | None = None
+_pool_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    """Forget the parent's threads, and locks that one of them may have held: a child has neither."""
+    global _pool, _pool_lock, _backend_lock
+    _pool = None
+    _pool_lock = threading.Lock()
+    _backend_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _over_pool(run: Callable[[NDArray[np.int64]], None], pieces: NDArray[np.int64], threads: int) -> None:
+    """Run a contiguous share of ``pieces`` in each of ``threads`` threads, the calling one among them.
+
+    Returns, or raises a worker's exception, only after every worker has finished: they write into the caller's memory.
+    """
+    shares = [share for share in np.array_split(pieces, threads) if len(share)]
+    futures: list[concurrent.futures.Future[None]] = []
+    try:
+        while len(shares) > 1:
+            try:
+                futures.append(_workers().submit(run, shares[-1]))
+            except RuntimeError:  # the interpreter is shutting down and starts no more threads
+                break
+            shares.pop()
+        for share in shares:
+            run(share)
+    finally:
+        concurrent.futures.wait(futures)
+    for future in futures:
+        future.result()
+
+
+def _workers() -> concurrent.futures.ThreadPoolExecutor:
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            # Threads start on demand, so the bound costs nothing; a call asks for at most permitted_cpus of them.
+            _pool = concurrent.futures.ThreadPoolExecutor(
+                max_workers=max(DEFAULT_POLICY.thread_cap, os.cpu_count() or 1), thread_name_prefix="r3numba"
+            )
+        return _pool

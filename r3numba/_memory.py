@@ -1,0 +1,151 @@
+"""Where results live: NumPy's allocator, a check against the container's limit, and buffers that are used again.
+
+NumPy asks the kernel for huge pages (torch's allocator does not), which halves the cost of a first touch; that is why
+the result is a NumPy array that torch shares, and not the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._policy import MEBIBYTE, Policy
+from .topology import cgroup_memory_available
+
+HUGE_PAGE = 2 * MEBIBYTE
+#: Indices and mask of a batch share one recycled buffer; the mask starts on a cache line of its own.
+_LINE = 64
+
+
+def check_room(nbytes: int, what: str, policy: Policy) -> None:
+    """Raise MemoryError, with both figures, where a new allocation cannot fit in what the container may still use.
+
+    Only above ``policy.memory_check_from``; R3NUMBA_MEMORY_CHECK=0 turns it off.
+    """
+    if nbytes <= policy.memory_check_from or os.environ.get("R3NUMBA_MEMORY_CHECK", "1") == "0":
+        return
+    available = cgroup_memory_available()
+    if available is not None and nbytes > available:
+        raise MemoryError(f"{what} needs {nbytes:,} bytes, but only {available:,} bytes can still be allocated here")
+
+
+def batch_bytes(shape: tuple[int, ...], dtype: np.dtype[Any], mask_shape: tuple[int, ...]) -> int:
+    """Return the bytes of indices and mask together, in Python integers that cannot overflow."""
+    return math.prod(shape) * dtype.itemsize + math.prod(mask_shape)
+
+
+def check_addressable(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise MemoryError, with both figures, for a result that no address space holds (its plan would overflow)."""
+    nbytes, most = math.prod(shape) * dtype.itemsize, np.iinfo(np.int64).max // 2
+    if nbytes > most:
+        raise MemoryError(f"a batch of shape {list(shape)} ({dtype}) needs {nbytes:,} bytes, need at most {most:,}")
+
+
+class FreshMemory:
+    """Allocates each batch anew. Thread-safe: it holds nothing."""
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], mask_shape: tuple[int, ...], policy: Policy
+    ) -> tuple[NDArray[Any], NDArray[np.bool_], bool]:
+        """Return uninitialised indices and mask, and True: their pages are fresh."""
+        what = f"a batch of shape {list(shape)} ({dtype})"
+        nbytes = batch_bytes(shape, dtype, mask_shape)
+        check_room(nbytes, what, policy)
+        return np.empty(shape, dtype), np.empty(mask_shape, np.bool_), True
+
+
+class _Owner:
+    """Owns a loan of a recycled buffer. It is no array on purpose.
+
+    NumPy collapses a chain of views to the last ndarray in it, subclasses skipped, so that an array cannot own memory
+    for its views: the buffer came back under eight of eight kinds of live view. An object that only exposes
+    ``__array_interface__`` stays the base of every view, tensor and DLPack capsule made from it.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, buffer: NDArray[np.uint8]) -> None:
+        self.__array_interface__ = buffer.__array_interface__
+
+
+class RecycledMemory:
+    """Lends buffers and takes each back after everything that shares its memory is gone. Thread-safe.
+
+    Parameters
+    ----------
+    max_bytes : int or None
+        The most that idle buffers may hold; None = no bound. Buffers on loan do not count.
+    """
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()  # a finalizer may run inside our own locked region
+        self._idle: list[NDArray[np.uint8]] = []
+        self._generation = 0
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], mask_shape: tuple[int, ...], policy: Policy
+    ) -> tuple[NDArray[Any], NDArray[np.bool_], bool]:
+        """Return uninitialised indices and mask over one lent buffer, and whether its pages are fresh."""
+        indices_bytes = math.prod(shape) * dtype.itemsize
+        mask_bytes = math.prod(mask_shape)
+        mask_begin = -(-indices_bytes // _LINE) * _LINE
+        needed = max(1, mask_begin + mask_bytes)
+        buffer = self._take(needed)
+        fresh = buffer is None
+        if buffer is None:
+            check_room(needed, f"a batch of shape {list(shape)} ({dtype})", policy)
+            buffer = _aligned_buffer(needed)
+        owner = _Owner(buffer)
+        weakref.finalize(owner, self._give_back, buffer, self._generation).atexit = False
+        lent = np.asarray(owner)
+        indices = lent[:indices_bytes].view(dtype).reshape(shape)
+        mask = lent[mask_begin : mask_begin + mask_bytes].view(np.bool_).reshape(mask_shape)
+        return indices, mask, fresh
+
+    def clear(self) -> None:
+        """Free the idle buffers now, and each one on loan as soon as it comes back."""
+        with self._lock:
+            self._generation += 1
+            self._idle.clear()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Return the bytes that idle buffers hold."""
+        with self._lock:
+            return sum(buffer.nbytes for buffer in self._idle)
+
+    def _take(self, needed: int) -> NDArray[np.uint8] | None:
+        with self._lock:
+            fitting = [buffer for buffer in self._idle if buffer.nbytes >= needed]
+            if not fitting:
+                # What is idle is too small for this loop's batches: it would never be used again at full size.
+                self._idle.clear()
+                return None
+            best = min(fitting, key=lambda buffer: buffer.nbytes)
+            self._idle = [buffer for buffer in self._idle if buffer is not best]
+            return best
+
+    def _give_back(self, buffer: NDArray[np.uint8], generation: int) -> None:
+        with self._lock:
+            if generation != self._generation:
+                return
+            idle = sum(other.nbytes for other in self._idle)
+            if self._max_bytes is None or idle + buffer.nbytes <= self._max_bytes:
+                self._idle.append(buffer)
+
+
+def _aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """Return uninitialised bytes; large ones begin on a huge page, so that no edge of them is made of small pages."""
+    if nbytes < HUGE_PAGE:
+        return np.empty(nbytes, np.uint8)
+    room = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    raw = np.empty(room + HUGE_PAGE, np.uint8)
+    skip = -int(raw.__array_interface__["data"][0]) % HUGE_PAGE
+    return raw[skip : skip + room]

@@ -1,0 +1,157 @@
+"""From what the caller passed to a table of sources: every check of a trajectory is made here, before any write.
+
+The loop below is the price of a trajectory (about 1.3 us for an ndarray, 1.1 us for a tensor), so it reads each
+attribute once and compares dtypes by identity before it asks the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._checks import CANONICAL, CANONICAL_NAMES, ITEMSIZE, host_tensor, is_tensor, kind
+from ._plan import Sources, address_of
+
+_REMEDY = f"need {CANONICAL_NAMES}: call compact_routes where they are captured"
+
+
+def read_sources(routes: object) -> Sources:
+    """Return the table of a batch's routes, or raise the first fault found, naming the trajectory.
+
+    Entries are ndarrays or CPU tensors ``[rows, layers, topk]`` of uint8, int16 or int32, or None; entries without rows
+    carry neither dtype nor shape.
+    """
+    entries = _entries(routes)
+    count = len(entries)
+    address = np.zeros(count, np.int64)
+    rows = np.zeros(count, np.int64)
+    itemsize = np.ones(count, np.int8)
+    strides: NDArray[np.int64] | None = None
+    layers = topk = -1
+    model = 0  # the trajectory that said how many layers and ids a row has
+    last: tuple[object, int] = (None, 0)  # dtype object and its itemsize
+    for index, entry in enumerate(entries):
+        if entry is None:
+            continue
+        array = isinstance(entry, np.ndarray)
+        if not array and not is_tensor(entry):
+            raise TypeError(f"routes[{index}] is a {kind(entry)}, need an ndarray, a CPU tensor or None")
+        shape = entry.shape
+        if len(shape) and shape[0] == 0:
+            continue
+        if len(shape) != 3:
+            raise ValueError(f"routes[{index}] has {len(shape)} dimensions, need 3: [rows, layers, topk]")
+        if entry.dtype is not last[0]:
+            last = (entry.dtype, _itemsize(index, entry))
+        if array:
+            if type(entry) is not np.ndarray and isinstance(entry, np.ma.MaskedArray):
+                raise TypeError(f"routes[{index}] is a MaskedArray, need an ndarray: its mask would be ignored")
+            contiguous = entry.flags.c_contiguous
+        else:
+            if not entry.is_cpu or entry.is_sparse:
+                host_tensor(f"routes[{index}]", entry)
+            contiguous = entry.is_contiguous()
+        if shape[1] != layers or shape[2] != topk:
+            if topk >= 0:
+                _refuse_shape(index, shape, model, layers, topk)
+            _, layers, topk = shape
+            if layers < 1 or topk < 1:
+                raise ValueError(f"routes[{index}] has {layers} layers and topk {topk}, need at least 1 of each")
+            model = index
+        address[index] = address_of(entry) if array else entry.data_ptr()
+        rows[index] = shape[0]
+        itemsize[index] = last[1]
+        if not contiguous:
+            if strides is None:
+                strides = np.zeros((count, 3), np.int64)
+            strides[index] = entry.strides if array else [last[1] * stride for stride in entry.stride()]
+    if topk < 0:
+        raise ValueError("no trajectory has a captured row, need at least one: layers and topk are unknown")
+    if strides is not None:
+        dense = ~strides.any(axis=1)  # a C-contiguous source beside strided ones
+        strides[dense] = itemsize[dense, None] * np.array([layers * topk, topk, 1])
+    widest = int(itemsize[rows > 0].max())
+    return Sources(
+        held=entries,
+        address=address,
+        rows=rows,
+        itemsize=itemsize,
+        strides=np.empty((0, 3), np.int64) if strides is None else strides,
+        layers=layers,
+        topk=topk,
+        dtype=next(dtype for dtype in CANONICAL if dtype.itemsize == widest),
+    )
+
+
+def _entries(routes: object) -> list[Any]:
+    if isinstance(routes, (str, bytes, dict)) or not hasattr(routes, "__len__"):
+        raise TypeError(f"routes is a {kind(routes)}, need a sequence with one array (or None) for each trajectory")
+    entries: list[Any] = list(routes)  # type: ignore[call-overload]  # anything with a length that iterates
+    if not entries:
+        raise ValueError("routes is empty, need at least one trajectory")
+    return entries
+
+
+def _itemsize(index: int, entry: Any) -> int:
+    dtype = entry.dtype
+    if not isinstance(dtype, np.dtype):
+        name = str(dtype)
+        dtype = np.dtype(name[6:]) if name in ("torch.uint8", "torch.int16", "torch.int32") else dtype
+    size = ITEMSIZE.get(dtype)
+    if size is None:
+        raise TypeError(f"routes[{index}] has dtype {dtype}, {_REMEDY}")
+    return size
+
+
+def _refuse_shape(index: int, shape: Sequence[int], model: int, layers: int, topk: int) -> None:
+    raise ValueError(
+        f"routes[{index}] has {shape[1]} layers and topk {shape[2]}, need {layers} and {topk} as in routes[{model}]"
+    )
+
+
+def extent(sources: Sources) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lowest address and the end address that each source touches, int64 [n]; equal where it has no rows."""
+    shape = np.array([1, sources.layers, sources.topk]) - 1
+    reach = np.empty((len(sources.rows), 3), np.int64)
+    reach[:] = shape
+    reach[:, 0] = sources.rows - 1
+    if len(sources.strides):
+        reach *= sources.strides
+    else:
+        reach *= sources.itemsize[:, None] * np.array([sources.layers * sources.topk, sources.topk, 1])
+    low = sources.address + np.minimum(reach, 0).sum(axis=1)
+    end = sources.address + np.maximum(reach, 0).sum(axis=1) + sources.itemsize
+    present = sources.rows > 0
+    return np.where(present, low, 0), np.where(present, end, 0)
+
+
+def read_missing(missing: object, sources: Sources) -> list[NDArray[np.bool_] | None] | None:
+    """Return the masks of missing rows, C-contiguous bool [rows] or None a trajectory; None if nothing is missing."""
+    if missing is None:
+        return None
+    if isinstance(missing, (str, bytes, dict)) or not hasattr(missing, "__len__"):
+        raise TypeError(f"missing is a {kind(missing)}, need a sequence with one bool array (or None) a trajectory")
+    entries: list[Any] = list(missing)  # type: ignore[call-overload]  # anything with a length that iterates
+    if len(entries) != len(sources.rows):
+        raise ValueError(f"missing has {len(entries)} entries, need {len(sources.rows)}, one for each trajectory")
+    for index, entry in enumerate(entries):
+        if entry is None:
+            continue
+        if is_tensor(entry):
+            host_tensor(f"missing[{index}]", entry)
+            entry = entry.detach().numpy()
+        if not isinstance(entry, np.ndarray) or isinstance(entry, np.ma.MaskedArray):
+            raise TypeError(f"missing[{index}] is a {kind(entry)}, need a bool array or None")
+        if entry.dtype != np.bool_:
+            raise TypeError(f"missing[{index}] has dtype {entry.dtype}, need bool")
+        rows = int(sources.rows[index])
+        if entry.shape != (rows,):
+            raise ValueError(
+                f"missing[{index}] has shape {list(entry.shape)}, need [{rows}], one for each captured row"
+            )
+        # A mask without a missing row is no mask: the row-by-row walk is for trajectories that need it.
+        entries[index] = np.ascontiguousarray(entry) if entry.any() else None
+    return entries if any(entry is not None for entry in entries) else None

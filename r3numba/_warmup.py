@@ -1,0 +1,46 @@
+"""Compilation ahead of the first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ._checks import CANONICAL
+from ._dispatch import kernels
+from ._policy import DEFAULT_POLICY, PathName
+from .collate import collate_routes
+from .routes import compact_routes
+
+#: What engines hand over before compaction; any other integer dtype compiles its scan at its first use.
+_CAPTURED = (np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64)
+
+
+def warmup() -> None:
+    """Compile every kernel that a later call may need, the parallel one too.
+
+    It takes some seconds, once a process (with ``R3NUMBA_CACHE=1`` once an installation), and starts Numba's thread
+    pool where one will be used, never in a forked child. Without Numba it does nothing.
+
+    Raises
+    ------
+    ImportError
+        If ``R3NUMBA_BACKEND=numba`` and Numba does not import.
+
+    Notes
+    -----
+    Thread-safe. Call it before the first step, from the process that will collate.
+
+    Examples
+    --------
+    >>> warmup()
+    """
+    if kernels() is None:
+        return
+    paths: tuple[PathName, ...] = ("serial", "parallel")
+    for path in paths:
+        policy = replace(DEFAULT_POLICY, path=path)
+        for dtype in CANONICAL:
+            collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], dtype=dtype, _policy=policy)
+        for captured in _CAPTURED:
+            compact_routes(np.zeros((1, 1, 1), captured), _policy=policy)

@@ -1,0 +1,256 @@
+"""Routes of one trajectory: to the canonical dtype in one scan, and the dummy route."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._checks import canonical_dtype, dtype_for, dummy_fits, experts_dtype, host_array, integer, is_tensor
+from ._dispatch import run, thread_count
+from ._policy import Policy, policy_from_environment
+
+#: What one step of the NumPy scan reads: its minimum and maximum are two passes over cache, one over memory.
+_BLOCK_BYTES = 256 << 10
+
+
+def dummy_routes(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Return dummy routes: ``0..topk-1`` along the last axis.
+
+    Parameters
+    ----------
+    shape : ints ``[..., topk]``
+        Usually ``(rows, layers, topk)``; topk at least 1.
+    dtype : dtype
+        uint8, int16 or int32 (NumPy's or torch's), wide enough for ``topk - 1``.
+
+    Returns
+    -------
+    ndarray ``shape``
+        New, C-contiguous. Legal for a router that has at least topk experts: distinct ids in every row.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another dtype, a negative or missing dimension, a topk that the dtype cannot hold.
+
+    Notes
+    -----
+    Thread-safe.
+
+    Examples
+    --------
+    >>> dummy_routes((2, 1, 3), "uint8").tolist()
+    [[[0, 1, 2]], [[0, 1, 2]]]
+    """
+    kind = canonical_dtype("dtype", dtype)
+    sizes = tuple(integer(f"shape[{axis}]", size, 0) for axis, size in enumerate(shape))
+    if not sizes or sizes[-1] < 1:
+        raise ValueError(f"shape is {list(sizes)}, need a last axis (topk) of at least 1")
+    dummy_fits(sizes[-1], kind)
+    result = np.empty(sizes, kind)
+    result[...] = np.arange(sizes[-1], dtype=kind)
+    return result
+
+
+def compact_routes(
+    routes: Any,
+    *,
+    num_experts: int | None = None,
+    missing: Literal["raise", "mask"] = "raise",
+    copy: bool | None = None,
+    _policy: Policy | None = None,
+) -> Any:
+    """Bring routes of any integer dtype to the canonical one, in one scan.
+
+    Parameters
+    ----------
+    routes : ndarray or tensor ``[rows, layers, topk]``, any integer dtype, any device
+        Expert ids; only read.
+    num_experts : int, optional
+        Experts of a layer. It fixes the dtype, the same on every rank, and ids outside are an error. Without it the
+        largest id decides.
+    missing : {"raise", "mask"}
+        What -1 means: an error, or a row that the engine did not record (all its ids must be -1).
+    copy : bool, optional
+        None copies where it must; True always; False raises ValueError where a copy would be needed.
+
+    Returns
+    -------
+    ndarray or tensor ``[rows, layers, topk]``, uint8, int16 or int32
+        C-contiguous and writable, of the kind and on the device of the input. It is the input itself where that is
+        canonical already, and a view of it where only the sign changes (uint16 to int16, int8 to uint8).
+    (routes, missing)
+        With ``missing="mask"``: and a bool array ``[rows]``, True where a row was missing; such rows hold dummies.
+
+    Raises
+    ------
+    TypeError
+        For anything but integers.
+    ValueError
+        For a shape that is not ``[rows, layers, topk]``, a negative id, an id outside ``num_experts`` or past 2^31 - 1,
+        a partly missing row; the message has the coordinates.
+
+    Notes
+    -----
+    Thread-safe. The scan runs in a kernel, parallel when large; the GIL is released.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> compact_routes(np.array([[[3, 200]]])).dtype, compact_routes(np.array([[[3, 200]]]), num_experts=512).dtype
+    (dtype('uint8'), dtype('int16'))
+    >>> routes, missing = compact_routes(np.array([[[-1, -1]], [[5, 2]]]), missing="mask")
+    >>> routes.tolist(), missing.tolist()
+    ([[[0, 1]], [[5, 2]]], [True, False])
+    """
+    if missing not in ("raise", "mask"):
+        raise ValueError(f"missing is {missing!r}, need 'raise' or 'mask'")
+    if copy not in (None, True, False):
+        raise TypeError(f"copy is {copy!r}, need None, True or False")
+    policy = _policy or policy_from_environment()
+    if is_tensor(routes) and routes.device.type != "cpu":
+        return _compact_on_device(routes, num_experts, missing, copy)
+    array = host_array("routes", routes)
+    result, absent = _compact_array(array, num_experts, missing, copy, policy)
+    given: Any = result
+    if is_tensor(routes):
+        torch = importlib.import_module("torch")
+        given = routes if result is array else torch.from_numpy(result)
+        absent = None if absent is None else torch.from_numpy(absent)
+    return given if missing == "raise" else (given, absent)
+
+
+def _compact_array(
+    array: NDArray[Any], num_experts: int | None, missing: str, copy: bool | None, policy: Policy
+) -> tuple[NDArray[Any], Any]:
+    topk = _check_form(array.shape, array.dtype.kind in "iu", array.dtype)
+    low, high = _scan(array, policy)
+    absent = np.zeros(len(array), np.bool_) if missing == "mask" else None
+    if low < 0:
+        absent = _missing_rows(array, low, missing)
+    dtype = _target_dtype(array, high, num_experts, topk, filled=bool(absent is not None and absent.any()))
+    if absent is not None and absent.any():
+        if copy is False:
+            raise ValueError("copy is False, but missing rows have to be replaced by dummies")
+        result = array.astype(dtype, order="C")
+        result[absent] = np.arange(topk, dtype=dtype)
+        return result, absent
+    if copy is not True and array.flags.c_contiguous and array.flags.writeable and array.dtype.isnative:
+        if array.dtype == dtype:
+            return array, absent
+        if array.dtype.itemsize == dtype.itemsize:
+            return array.view(dtype), absent
+    if copy is False:
+        raise ValueError(f"copy is False, but routes of {array.dtype} (strides {array.strides}) need one for {dtype}")
+    return array.astype(dtype, order="C", copy=True), absent
+
+
+def _check_form(shape: tuple[int, ...], integers: bool, dtype: Any) -> int:
+    if not integers:
+        raise TypeError(f"routes has dtype {dtype}, need integers")
+    if len(shape) != 3:
+        raise ValueError(f"routes has {len(shape)} dimensions, need 3: [rows, layers, topk]")
+    if shape[1] < 1 or shape[2] < 1:
+        raise ValueError(f"routes has {shape[1]} layers and topk {shape[2]}, need at least 1 of each")
+    return int(shape[2])
+
+
+def _target_dtype(array: NDArray[Any], high: int, num_experts: int | None, topk: int, *, filled: bool) -> np.dtype[Any]:
+    """Return the canonical dtype, having refused ids that it or ``num_experts`` does not allow."""
+    if num_experts is not None:
+        count, dtype = experts_dtype(num_experts, topk)
+        if high >= count:
+            raise ValueError(f"routes{_where(array, high)} is {high}, need less than num_experts = {count}")
+        return dtype
+    if high >= 1 << 31:
+        raise ValueError(f"routes{_where(array, high)} is {high}, need less than 2^31")
+    return dtype_for(max(high, topk - 1 if filled else 0), "routes")
+
+
+def _missing_rows(array: NDArray[Any], low: int, missing: str) -> NDArray[np.bool_]:
+    """Return which rows are missing (all -1), having refused every other negative id."""
+    if missing == "raise" or low < -1:
+        hint = "" if low < -1 else " (a row of -1 is missing: pass missing='mask')"
+        raise ValueError(f"routes{_where(array, low)} is {low}, need at least 0{hint}")
+    negative = array < 0
+    absent: NDArray[Any] = np.asarray(negative.all(axis=(1, 2)))
+    partly = negative.any(axis=(1, 2)) & ~absent
+    if partly.any():
+        row = int(np.argmax(partly))
+        layer, position = np.argwhere(negative[row])[0].tolist()
+        raise ValueError(
+            f"routes[{row}, {layer}, {position}] is -1 but row {row} is not missing as a whole, "
+            "need a row of -1 or of ids"
+        )
+    return absent
+
+
+def _where(array: NDArray[Any], value: int) -> str:
+    return str(np.argwhere(array == value)[0].tolist()) if array.size else "[]"
+
+
+def _scan(array: NDArray[Any], policy: Policy) -> tuple[int, int]:
+    """Return the least and the largest id; (0, 0) without rows."""
+    if array.size == 0:
+        return 0, 0
+    if not (array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative):
+        low, high = np.empty(1, array.dtype), np.empty(1, array.dtype)
+        _scan_slices(np.array([[0, len(array), 0]]), low, high, array)
+        return int(low[0]), int(high[0])
+    flat = array.reshape(-1)
+    flat.flags.writeable = False  # one compilation serves writable and read-only arrays; this is our own view
+    threads = thread_count(array.nbytes, fresh=False, num_threads=None, policy=policy)
+    edges = np.linspace(0, flat.size, min(threads, flat.size) + 1).astype(np.int64)
+    pieces = np.stack((edges[:-1], edges[1:], np.arange(len(edges) - 1)), axis=1)
+    low, high = np.empty(len(pieces), flat.dtype), np.empty(len(pieces), flat.dtype)
+    run(
+        pieces, threads, policy, twin="scan_serial", kernel="scan_parallel", arguments=(low, high, flat),
+        slices=lambda part: _scan_slices(part, low, high, flat),
+    )  # fmt: skip
+    return int(low.min()), int(high.max())
+
+
+def _scan_slices(pieces: NDArray[np.int64], low: NDArray[Any], high: NDArray[Any], array: NDArray[Any]) -> None:
+    """Write least and largest of each piece of the first axis, so that the second pass hits cache."""
+    step = max(1, _BLOCK_BYTES // (math.prod(array.shape[1:]) * array.itemsize))
+    for begin, end, index in pieces.tolist():
+        blocks = [array[start : min(end, start + step)] for start in range(begin, end, step)]
+        extremes = [(block.min(), block.max()) for block in blocks]
+        low[index] = min(least for least, _ in extremes)
+        high[index] = max(most for _, most in extremes)
+
+
+def _compact_on_device(routes: Any, num_experts: int | None, missing: str, copy: bool | None) -> Any:
+    """Compact where the tensor lives, so that the narrow one is what crosses to the host."""
+    torch = importlib.import_module("torch")
+    integers = not (routes.is_floating_point() or routes.is_complex() or routes.dtype == torch.bool)
+    topk = _check_form(tuple(routes.shape), integers, routes.dtype)
+    wide = routes.to(torch.int64)
+    low, high = (int(value) for value in torch.aminmax(wide)) if wide.numel() else (0, 0)
+    absent = None
+    if low < 0 or high >= 1 << 31:
+        # The refusal names coordinates; it is the path of an error, and of missing rows, so the host may do it.
+        compacted = _compact_array(wide.cpu().numpy(), num_experts, missing, copy, policy_from_environment())
+        result, absent = (torch.from_numpy(part).to(routes.device) for part in compacted)
+        return result, absent
+    dtype = _target_dtype(
+        wide.cpu().numpy() if num_experts and high >= num_experts else np.empty(0),
+        high,
+        num_experts,
+        topk,
+        filled=False,
+    )
+    target = getattr(torch, str(dtype))
+    if routes.dtype == target and routes.is_contiguous() and copy is not True:
+        result = routes
+    elif copy is False:
+        raise ValueError(f"copy is False, but routes of {routes.dtype} need one for {dtype}")
+    else:
+        result = wide.to(target).contiguous()
+    if missing == "raise":
+        return result
+    return result, torch.zeros(len(routes), dtype=torch.bool, device=routes.device)
