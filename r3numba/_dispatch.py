@@ -161,6 +161,7 @@ def run(
         if path == "parallel":
             from . import _numba
 
+            threads = min(threads, _numba.thread_limit())
             with _numba.thread_mask(threads):
                 getattr(module, kernel)(pieces, *arguments)
         elif path == "pool":

@@ -17,6 +17,9 @@ from ._plan import Sources, address_of
 
 _REMEDY = f"need {CANONICAL_NAMES}: call compact_routes where they are captured"
 
+#: Marks a C-contiguous source in the table of strides; no stride has this value, while 0 is one (a broadcast row).
+_DENSE = np.iinfo(np.int64).min
+
 
 def read_sources(routes: object) -> Sources:
     """Return the table of a batch's routes, or raise the first fault found, naming the trajectory.
@@ -66,12 +69,12 @@ def read_sources(routes: object) -> Sources:
         itemsize[index] = last[1]
         if not contiguous:
             if strides is None:
-                strides = np.zeros((count, 3), np.int64)
+                strides = np.full((count, 3), _DENSE)
             strides[index] = entry.strides if array else [last[1] * stride for stride in entry.stride()]
     if topk < 0:
         raise ValueError("no trajectory has a captured row, need at least one: layers and topk are unknown")
     if strides is not None:
-        dense = ~strides.any(axis=1)  # a C-contiguous source beside strided ones
+        dense = strides[:, 0] == _DENSE  # a C-contiguous source beside strided ones
         strides[dense] = itemsize[dense, None] * np.array([layers * topk, topk, 1])
     widest = int(itemsize[rows > 0].max())
     return Sources(
