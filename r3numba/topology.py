@@ -33,7 +33,6 @@ __all__ = [
     "permitted_cpus_cached",
     "plan_threads",
     "pool_workers",
-    "threads_for_call",
 ]
 
 NUM_THREADS_VARIABLE: Final = "R3NUMBA_NUM_THREADS"
@@ -436,41 +435,11 @@ def plan_threads(
     reserved = reserved if from_environment is None else from_environment
     if exact is not None:
         return min(exact, cpus)
-    if nbytes < _serial_below(fresh, _policy):
+    if nbytes < (_policy.serial_below_fresh if fresh else _policy.serial_below_recycled):
         return 1
     if nbytes >= _policy.half_cap_from:
         cap //= 2
     return max(1, min(max(2, nbytes // _policy.bytes_per_thread), cap, cpus - reserved))
-
-
-def _serial_below(fresh: bool, policy: Policy) -> int:
-    return policy.serial_below_fresh if fresh else policy.serial_below_recycled
-
-
-def threads_for_call(
-    nbytes: int, *, fresh: bool, num_threads: int | None = None, _policy: Policy = DEFAULT_POLICY
-) -> int:
-    """Return the threads of one call of this library: ``num_threads`` where given, else `plan_threads`.
-
-    ``num_threads`` wins over the plan and over the environment; it too is bounded by the permitted CPUs. A small call
-    whose count is not set from outside reads no file. Thread-safe.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `plan_threads`; ValueError too for ``num_threads`` below 1.
-
-    Examples
-    --------
-    >>> threads_for_call(400_000_000, fresh=True, num_threads=1)
-    1
-    """
-    if num_threads is not None:
-        wanted = _whole("num_threads", num_threads, 1)
-        return 1 if wanted == 1 else min(wanted, permitted_cpus_cached())
-    small = _whole("nbytes", nbytes, 0) < _serial_below(fresh, _policy)
-    unread = small and not os.environ.get(NUM_THREADS_VARIABLE, "").strip()
-    return plan_threads(nbytes, 1 if unread else permitted_cpus_cached(), fresh=fresh, _policy=_policy)
 
 
 def cgroup_memory_available(root: RootPath = "/") -> int | None:

@@ -151,6 +151,7 @@ def test_any_batch(batch, path, threads, align):
     compare(routes, lengths, path=path, threads=threads, missing=missing, piece_align=align)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("offset", [-1, 0, 1])
 @pytest.mark.parametrize("threshold", [8_000_000, 64_000_000])
 def test_results_around_each_threshold(threshold, offset, monkeypatch):
@@ -176,6 +177,7 @@ def test_results_around_each_threshold(threshold, offset, monkeypatch):
         assert (forced.padding_mask == packed.padding_mask).all(), path
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("path", PATHS)
 def test_a_large_batch_in_real_pieces(path):
     """About 40 MB in pieces of 2 MiB, wide and narrow rows, left-padded: compared with plain NumPy slices."""

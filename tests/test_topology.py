@@ -49,7 +49,6 @@ from r3numba.topology import (
     permitted_cpus_cached,
     plan_threads,
     pool_workers,
-    threads_for_call,
 )
 
 MB = 10**6
@@ -112,8 +111,8 @@ def sibling_is_no_ancestor(tree: Tree) -> None:
 
 
 def prefix_of_a_name(tree: Tree) -> None:  # "/docker/abcdef" begins with "/docker/abc", and is not below it
-    v2(tree, "/docker/abcdef", root="/docker/abc").write(f"{V2}/cpu.max", "300000 100000")
-    tree.write(f"{V2}/def/cpu.max", "100000 100000")
+    v2(tree, "/docker/abcdef/job", root="/docker/abc").write(f"{V2}/cpu.max", "300000 100000")
+    tree.write(f"{V2}/def/job/cpu.max", "100000 100000").write(f"{V2}/job/cpu.max", "100000 100000")
 
 
 def mount_root_is_stripped(tree: Tree) -> None:  # golang/go#76390
@@ -212,6 +211,14 @@ def other_controllers_do_not_count(tree: Tree) -> None:
     tree.quota_v1("sys/fs/cgroup/cpuset", 1).quota_v1("sys/fs/cgroup/cpuacct/a", 1).quota_v1("sys/fs/cgroup/systemd", 1)
 
 
+def other_controllers_path(tree: Tree) -> None:  # "cpu" is a part of the word "cpuset"; that group's path is another
+    tree.own("cpuset,cpuacct", "/x").own("cpu", "/y").mount("/cg", "cpu").quota_v1("cg/x", 1).quota_v1("cg/y", 450000)
+
+
+def quota_above_the_affinity(tree: Tree) -> None:
+    v2(tree, "/a").write(f"{V2}/a/cpu.max", "2000000 100000")
+
+
 def v1_ancestor(tree: Tree) -> None:
     tree.own("cpu,cpuacct", "/pod/job").mount("/sys/fs/cgroup/cpu", "cpu,cpuacct")
     tree.quota_v1("sys/fs/cgroup/cpu/pod/job", -1).quota_v1("sys/fs/cgroup/cpu/pod", 550000)
@@ -288,6 +295,8 @@ QUOTAS: list[tuple[str, Callable[[Tree], None], float | None, int]] = [
             (hybrid_v2_has_cpu, 3.5, 3),
             (hybrid_both, 3.5, 3),
             (other_controllers_do_not_count, None, 8),
+            (other_controllers_path, 4.5, 4),
+            (quota_above_the_affinity, 20.0, 8),
             (v1_ancestor, 5.5, 5),
             (v1_mount_root_counts, 6.5, 6),
             (mounted_at_the_root, 4.5, 4),
@@ -425,9 +434,8 @@ def test_case_30_quota_of_one_cpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) -
     cpus = permitted_cpus(root=tree.root)
     assert cpus == 1
     assert plan_threads(4 * GB, cpus, fresh=True) == 1
-    monkeypatch.setattr(topology, "permitted_cpus", lambda: cpus)
-    assert threads_for_call(4 * GB, fresh=True) == 1
-    assert threads_for_call(4 * GB, fresh=True, num_threads=16) == 1
+    monkeypatch.setenv("R3NUMBA_NUM_THREADS", "16")
+    assert plan_threads(4 * GB, cpus, fresh=True) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -556,9 +564,9 @@ def test_thresholds_come_from_the_policy() -> None:
         8,
         4,
     ]
-    assert threads_for_call(9, fresh=True, _policy=policy) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40 * GB), st.integers(1, 256), st.booleans(), st.integers(1, 64), st.integers(0, 64))
 def test_plan_stays_in_its_bounds(nbytes: int, cpus: int, fresh: bool, cap: int, reserved: int) -> None:
     threads = plan_threads(nbytes, cpus, fresh=fresh, cap=cap, reserved=reserved)
@@ -573,20 +581,16 @@ class Four:
         return 4
 
 
-@pytest.mark.parametrize("call", [plan_threads, pool_workers, threads_for_call])
+@pytest.mark.parametrize("call", [plan_threads, pool_workers])
 @pytest.mark.parametrize("bad", [True, 4.0, "4", None, [4]], ids=repr)
 def test_wrong_types(call: Callable[..., int], bad: object) -> None:
     good: dict[str, Any] = {"nbytes": GB, "cpus": 9, "fresh": True, "cap": 3, "reserved": 1}
     if call is pool_workers:
         good = {"cpus": 9, "cap": 3, "reserved": 1}
-    elif call is threads_for_call:
-        good = {"nbytes": GB, "fresh": True, "num_threads": 1}
     assert call(**good) >= 1
     for name in set(good) - {"fresh"}:
-        if bad is None and (call, name) in [(pool_workers, "cpus"), (threads_for_call, "num_threads")]:
-            continue
-        if (call, name) == (threads_for_call, "nbytes"):
-            good = {"nbytes": GB, "fresh": True}
+        if bad is None and call is pool_workers and name == "cpus":
+            continue  # None stands for the permitted CPUs
         with pytest.raises(TypeError, match=f"^{name} needs an integer, got {type(bad).__name__}"):
             call(**{**good, name: bad})
         assert call(**{**good, name: Four()}) == call(**{**good, name: 4})
@@ -633,9 +637,6 @@ def test_environment(
     for name, value in settings.items():
         monkeypatch.setenv(f"R3NUMBA_{name}", value)
     assert plan_threads(nbytes, cpus, fresh=True) == threads
-    monkeypatch.setattr(topology, "permitted_cpus", lambda: cpus)
-    assert threads_for_call(nbytes, fresh=True) == threads
-    assert threads_for_call(nbytes, fresh=True, num_threads=7) == 7
 
 
 def test_environment_replaces_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,9 +658,6 @@ def test_environment_malformed(monkeypatch: pytest.MonkeyPatch, variable: str, t
     message = f"^{variable} needs an integer of at least {least}, got '{text}'$"
     with pytest.raises(ValueError, match=message):
         plan_threads(nbytes, 2, fresh=True)
-    with pytest.raises(ValueError, match=message):
-        threads_for_call(nbytes, fresh=True)
-    assert threads_for_call(nbytes, fresh=True, num_threads=1) == 1  # the call's own count wins over the environment
     assert "from the environment" in str(Topology.detect().sources)  # the report shows it instead of raising
 
 
@@ -679,26 +677,6 @@ def test_cached_figure_is_read_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
         clock.append(now)
         found.append(permitted_cpus_cached())
     assert (found, left) == ([8, 8, 8, 4, 4, 2], [])
-
-
-def test_only_calls_that_need_it_read_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting(monkeypatch, [])  # a reading would be an IndexError
-    assert threads_for_call(FRESH - 1, fresh=True) == 1
-    assert threads_for_call(RECYCLED - 1, fresh=False) == 1
-    assert threads_for_call(GB, fresh=True, num_threads=1) == 1
-    for count in (None, 2):
-        with pytest.raises(IndexError):
-            threads_for_call(FRESH, fresh=True, num_threads=count)
-    monkeypatch.setenv("R3NUMBA_NUM_THREADS", "4")
-    with pytest.raises(IndexError):
-        threads_for_call(1, fresh=True)
-
-
-def test_call_with_its_own_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "permitted_cpus", lambda: 4)
-    assert [threads_for_call(1, fresh=True, num_threads=count) for count in (1, 3, 4, 5)] == [1, 3, 4, 4]
-    with pytest.raises(ValueError, match=r"^num_threads needs at least 1, got 0$"):
-        threads_for_call(1, fresh=True, num_threads=0)
 
 
 def test_cached_figure_is_served_while_another_thread_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -846,7 +824,7 @@ def test_imports_the_standard_library_alone() -> None:
 def test_doctests() -> None:
     outcome = doctest.testmod(topology)
     assert outcome.failed == 0
-    assert outcome.attempted >= 9
+    assert outcome.attempted >= 8
 
 
 # ------------------------------------------------------------------------------------------------------- real kernel

@@ -1,0 +1,35 @@
+# Everything a checkout needs is set up by the target that needs it; only Python 3.11 and make are assumed.
+PYTHON ?= python3.11
+RUN := .venv/bin/python
+
+.PHONY: help setup test lint demo doctor bench asv asv-smoke peers soak e2e clean
+help:
+	@echo "make test    every test lane          make demo   the captured rollouts, collated, checked, timed"
+	@echo "make bench   milliseconds per step    make asv    the last commits, over time"
+	@echo "make peers   two real trainers        make soak   a million random batches"
+
+setup:
+	@$(PYTHON) -c "import sys; sys.path.insert(0, 'scripts'); import lanes; lanes.prepare('main')"
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+test: lint
+	$(PYTHON) scripts/lanes.py
+
+demo: setup
+	$(RUN) -m r3numba.cli demo --plot demo.png
+
+doctor: setup
+	$(RUN) -m r3numba.cli doctor
+
+bench: setup
+	$(RUN) -m r3numba.cli bench
+
+soak: setup
+	$(RUN) scripts/soak.py
+
+clean:
+	rm -rf .venv .venv-* .asv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
