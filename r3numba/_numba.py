@@ -104,7 +104,21 @@ else:
 
 # --- Threads ------------------------------------------------------------------------------------------------------
 
-_forked = False
+
+def _never_executed() -> bool:
+    """Say whether this process was forked and never replaced its image (exec), by the kernel's own record.
+
+    The parent may have launched in another library before this module was imported, and nobody else can tell.
+    """
+    try:
+        with open("/proc/self/stat", "rb") as stat:
+            flags = int(stat.read().rpartition(b")")[2].split()[6])
+    except (OSError, ValueError, IndexError):
+        return False
+    return bool(flags & 0x40)  # PF_FORKNOEXEC
+
+
+_forked = _never_executed()
 
 
 def _after_fork_in_child() -> None:
@@ -117,19 +131,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_forked_child() -> bool:
-    """Say whether this process was forked and never replaced its image (exec).
-
-    GNU OpenMP dies at its first launch there if the parent had launched (fast-array-utils#179), and nobody can tell
-    whether the parent had, in another library, before this module was imported: so the kernel's own record is asked.
-    """
-    if _forked:
-        return True
-    try:
-        with open("/proc/self/stat", "rb") as stat:
-            flags = int(stat.read().rpartition(b")")[2].split()[6])
-    except (OSError, ValueError, IndexError):
-        return False
-    return bool(flags & 0x40)  # PF_FORKNOEXEC
+    """Say whether this is a forked child, where GNU OpenMP may die at its first launch (fast-array-utils#179)."""
+    return _forked
 
 
 def layer_name() -> str | None:

@@ -1,7 +1,7 @@
 """Run the test lanes: each in the environment that it needs, made here when it is missing. Used by ``make test``.
 
-    python scripts/lanes.py            all lanes
-    python scripts/lanes.py main bare  some of them
+python scripts/lanes.py            all lanes
+python scripts/lanes.py main bare  some of them
 """
 
 from __future__ import annotations

@@ -133,7 +133,13 @@ class Batch:
     """Trajectories as a trainer holds them: token ids, and routes ``[P + C - 1, layers, topk]`` (or None)."""
 
     def __init__(self, name: str, prompts: list[Any], responses: list[Any], routes: list[Any], experts: int) -> None:
-        self.name, self.prompts, self.responses, self.routes, self.num_experts = name, prompts, responses, routes, experts
+        self.name, self.prompts, self.responses, self.routes, self.num_experts = (
+            name,
+            prompts,
+            responses,
+            routes,
+            experts,
+        )
         self.prompt_lengths, made = (np.array([len(ids) for ids in each]) for each in (prompts, responses))
         self.lengths = self.prompt_lengths + made
         # verl's configuration: round figures that a batch need not fill.
@@ -313,7 +319,9 @@ def replayed(batch: Batch) -> list[str]:
     for what, rows, mask in runs:
         experts, gates = route(rows, mask)
         few, pairs = int((experts < rows.shape[1]).sum()), f"{int(experts.sum()):,} of {rows.numel():,}"
-        table.append(f"| {what} | {len(rows):,} | {few:,} | {int(experts.min())} | {float(gates.min()):.2f} | {pairs} |")
+        table.append(
+            f"| {what} | {len(rows):,} | {few:,} | {int(experts.min())} | {float(gates.min()):.2f} | {pairs} |"
+        )
     return table
 
 
@@ -378,7 +386,10 @@ def timed(batch: Batch, layout: Layout) -> tuple[str, str]:
     if layout.before is not skyrl:
         return row, ""
     tolist, array = ms["tolist"], ms["array"]
-    return row, f"| {batch.name} | {' | '.join(map(figure, (tolist, one, tolist + one, array, array + after, after)))} |"
+    return (
+        row,
+        f"| {batch.name} | {' | '.join(map(figure, (tolist, one, tolist + one, array, array + after, after)))} |",
+    )
 
 
 def figure(value: float) -> str:

@@ -27,7 +27,7 @@ def pack(routes, lengths, dtype, missing=None):
     """Return indices, mask and offsets of the pack."""
     parts = []
     for i, length in enumerate(lengths):
-        shaped = [r for r in routes if r is not None and len(r)][0]
+        shaped = next(r for r in routes if r is not None and len(r))
         one = [routes[i], np.asarray(shaped)[:1]]
         gone = None if missing is None else [missing[i], None]
         indices, mask = rectangle(one, [length, 1], [0, 0], max(length, 1), dtype, gone)

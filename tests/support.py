@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from r3numba import RouteCollator, collate_routes, pack_routes
 from r3numba._policy import DEFAULT_POLICY
 
 DTYPES = (np.uint8, np.int16, np.int32)
@@ -112,3 +114,192 @@ def peak_of(call):
         return tracemalloc.get_traced_memory()[1] - before, result
     finally:
         tracemalloc.stop()
+
+
+# ---- refusals: a batch that is accepted, and one change to it --------------------------------------------------------
+
+ROWS, LENGTHS = (3, 1, 5, 2, 4), [4, 2, 5, 6, 4]
+CALLS = {
+    "collate": collate_routes,
+    "pack": pack_routes,
+    "collator": lambda *args, **options: RouteCollator().collate_routes(*args, **options),
+    "collator-pack": lambda *args, **options: RouteCollator().pack_routes(*args, **options),
+}
+
+
+def packed(**options):
+    """Return the pack of the batch that is accepted."""
+    return pack_routes(batch_of(ROWS), LENGTHS, **options)
+
+
+def out_shape(call):
+    return (sum(LENGTHS), 2, 4) if "pack" in call else (len(LENGTHS), max(LENGTHS), 2, 4)
+
+
+def good(call):
+    """Return the arguments of a batch that is accepted, and the bytes that its ``out`` lies in."""
+    whole, out = guarded(out_shape(call))
+    if call == "pad":
+        return {"out": out}, whole
+    masks = [np.arange(rows) == 1 if rows > 1 else None for rows in ROWS]
+    return {"routes": batch_of(ROWS), "sequence_lengths": list(LENGTHS), "missing": masks, "out": out}, whole
+
+
+def refused(call, exception, text, **changes):
+    """Call with the good arguments changed; expect exactly this exception, and every byte as it was."""
+    arguments, whole = good(call)
+    arguments.update(changes)
+    arrays = [whole, *_arrays_in(arguments)]
+    before = [array.tobytes() for array in arrays]
+    function = packed().pad if call == "pad" else CALLS[call]
+    with pytest.raises(exception) as caught:
+        function(**arguments)
+    assert type(caught.value) is exception, repr(caught.value)
+    assert re.search(text, str(caught.value)), f"{text!r} is not in {str(caught.value)!r}"
+    assert [array.tobytes() for array in arrays] == before
+
+
+def _arrays_in(arguments):
+    parts = [part for value in arguments.values() for part in (value if isinstance(value, (list, tuple)) else [value])]
+    parts += [part.numpy() for part in parts if hasattr(part, "untyped_storage") and _readable(part)]
+    return [part for part in parts if isinstance(part, np.ndarray) and part.dtype != object]
+
+
+def _readable(tensor):
+    return str(tensor.layout) == "torch.strided" and tensor.device.type == "cpu" and "bfloat16" not in str(tensor.dtype)
+
+
+# ---- the tables: what is wrong, the exception, and its message after the name of the argument or trajectory ----------
+
+SHAPE = (2, 2, 4)
+REMEDY = "need uint8, int16 or int32: call compact_routes"
+PAST = r"^a batch of shape .* needs [\d,]{20,} bytes, need at most [\d,]{20,}$"
+INT16 = batch_of(ROWS, dtypes=(np.uint8, np.uint8, np.int16))
+#: One entry of ``routes``.
+ENTRIES = {
+    "list": ([[[1, 2, 3, 4]] * 2], TypeError, "is a list, need an ndarray, a CPU tensor or None"),
+    "number": (5, TypeError, "is a int, need an ndarray"),
+    "masked": (np.ma.zeros(SHAPE, np.uint8), TypeError, "is a MaskedArray, need an ndarray"),
+    "float": (np.zeros(SHAPE), TypeError, f"has dtype float64, {REMEDY}"),
+    "bool": (np.zeros(SHAPE, bool), TypeError, f"has dtype bool, {REMEDY}"),
+    "int64": (np.zeros(SHAPE, np.int64), TypeError, f"has dtype int64, {REMEDY}"),
+    "int8": (np.zeros(SHAPE, np.int8), TypeError, f"has dtype int8, {REMEDY}"),
+    "uint16": (np.zeros(SHAPE, np.uint16), TypeError, f"has dtype uint16, {REMEDY}"),
+    "big-endian": (np.zeros(SHAPE, ">i2"), TypeError, f"has dtype >i2, {REMEDY}"),
+    "object": (np.zeros(SHAPE, object), TypeError, f"has dtype object, {REMEDY}"),
+    "structured": (np.zeros(SHAPE, "u1,i2"), TypeError, f"has dtype .*f0.*, {REMEDY}"),
+    "rank-0": (np.array(1, np.uint8), ValueError, r"has 0 dimensions, need 3: \[rows, layers, topk\]"),
+    "rank-2": (np.zeros(SHAPE[1:], np.uint8), ValueError, "has 2 dimensions, need 3"),
+    "rank-4": (np.zeros((1, *SHAPE), np.uint8), ValueError, "has 4 dimensions, need 3"),
+}
+#: ``routes`` as a whole.
+WHOLE = {
+    "none": (None, TypeError, "^routes is a NoneType, need a sequence"),
+    "number": (5, TypeError, "^routes is a int, need a sequence"),
+    "text": ("routes", TypeError, "^routes is a str, need a sequence"),
+    "bytes": (b"12345", TypeError, "^routes is a bytes, need a sequence"),
+    "dict": ({0: np.zeros(SHAPE, np.uint8)}, TypeError, "^routes is a dict, need a sequence"),
+    "iterator": (iter([np.zeros(SHAPE, np.uint8)]), TypeError, "^routes is a list_iterator, need a sequence"),
+    "rank-0": (np.array(1, np.uint8), TypeError, "^routes "),
+    "one-array": (np.zeros(SHAPE, np.uint8), ValueError, r"^routes\[0\] has 2 dimensions, need 3"),
+    "empty": ([], ValueError, "^routes is empty, need at least one trajectory"),
+    "all-none": ([None] * 5, ValueError, "no trajectory has a captured row, need at least one: layers and topk"),
+    "no-rows": ([None, *[np.zeros((0, 2, 4), np.uint8)] * 4], ValueError, "no trajectory has a captured row"),
+    "fewer": (batch_of(ROWS[:4]), ValueError, "^sequence_lengths has 5 entries, need 4, one for each trajectory"),
+    "more": (batch_of((*ROWS, 1)), ValueError, "^sequence_lengths has 5 entries, need 6, one for each trajectory"),
+}
+#: One entry of a vector of integers.
+NUMBERS = {
+    "negative": (-1, ValueError, "is -1, need at least 0"),
+    "bool": (True, TypeError, "is a bool, need an integer"),
+    "numpy-bool": (np.True_, TypeError, "is a bool, need an integer"),
+    "float": (6.0, TypeError, "is a float, need an integer"),
+    "numpy-float": (np.float64(6), TypeError, "is a float64, need an integer"),
+    "text": ("6", TypeError, "is a str, need an integer"),
+    "none": (None, TypeError, "is a NoneType, need an integer"),
+    "nested": ([6], TypeError, "is a list, need an integer"),
+    "2^63": (2**63, ValueError, r"is 9223372036854775808, need less than 2\^63"),
+    "2^64": (np.uint64(2**64 - 1), ValueError, r"is 18446744073709551615, need less than 2\^63"),
+    "-2^70": (-(2**70), ValueError, "is -1180591620717411303424, need"),
+}
+#: A vector of integers as a whole.
+VECTORS = {
+    "none": (None, TypeError, "is a NoneType, need a sequence of integers"),
+    "number": (6, TypeError, "is a int, need a sequence of integers"),
+    "text": ("45664", TypeError, r"\[0\] is a str, need an integer"),
+    "bytes": (b"\6\6\6\6\6", TypeError, "is a bytes, need a sequence"),
+    "dict": (dict.fromkeys([6, 7, 8, 9, 10]), TypeError, "is a dict, need a sequence"),
+    "set": ({6, 7, 8, 9, 10}, TypeError, "is a set, need a sequence"),
+    "floats": (np.full(5, 6.0), TypeError, "has dtype float64, need integers"),
+    "bools": (np.full(5, True), TypeError, "has dtype bool, need integers"),
+    "objects": (np.full(5, 6, object), TypeError, "has dtype object, need integers"),
+    "masked": (np.ma.array([6] * 5), TypeError, "is a MaskedArray"),
+    "rank-0": (np.array(6), ValueError, "has 0 dimensions, need 1"),
+    "rank-2": (np.full((5, 1), 6), ValueError, "has 2 dimensions, need 1"),
+    "few": ([6] * 4, ValueError, "has 4 entries, need 5, one for each trajectory"),
+    "many": (np.full(6, 6), ValueError, "has 6 entries, need 5, one for each trajectory"),
+    "empty": ([], ValueError, "has 0 entries, need 5"),
+    "past-2^63": (np.full(5, 2**63, np.uint64), ValueError, r"\[0\] is 9223372036854775808, need less than 2\^63"),
+}
+#: One entry of ``missing``.
+MASKS = {
+    "list": ([True, False, True], TypeError, "is a list, need a bool array or None"),
+    "bool": (True, TypeError, "is a bool, need a bool array or None"),
+    "uint8": (np.ones(5, np.uint8), TypeError, "has dtype uint8, need bool"),
+    "float": (np.ones(5), TypeError, "has dtype float64, need bool"),
+    "masked": (np.ma.ones(5, bool), TypeError, "is a MaskedArray, need a bool array or None"),
+    "short": (np.ones(1, bool), ValueError, r"has shape \[1\], need \[\d\], one for each captured row"),
+    "long": (np.ones(6, bool), ValueError, r"has shape \[6\], need \[\d\], one for each captured row"),
+    "rank-2": (np.ones((5, 1), bool), ValueError, r"has shape \[5, 1\], need \[\d\]"),
+    "rank-0": (np.array(True), ValueError, r"has shape \[\], need \[\d\]"),
+}
+#: Options that place the trajectories of a rectangle.
+PLACEMENTS = {
+    "short": ({"max_length": 5}, ValueError, "^max_length is 5, need at least 6 for trajectory 3$"),
+    "negative": ({"max_length": -1}, ValueError, "^max_length is -1, need at least 0"),
+    "bool": ({"max_length": True}, TypeError, "^max_length is a bool, need an integer"),
+    "float": ({"max_length": 6.0}, TypeError, "^max_length is a float, need an integer"),
+    "text": ({"max_length": "6"}, TypeError, "^max_length is a str, need an integer"),
+    "2^62": ({"max_length": 2**62}, MemoryError, PAST),
+    "2^63": ({"max_length": 2**63}, MemoryError, PAST),
+    "2^70": ({"max_length": 2**70}, MemoryError, PAST),
+    "2^70-right": ({"max_length": 2**70, "padding": "right"}, MemoryError, PAST),
+    "starts-few": ({"starts": [0] * 4}, ValueError, "^starts has 4 entries, need 5"),
+    "starts-negative": ({"starts": [0, 0, 0, -1, 0]}, ValueError, r"^starts\[3\] is -1, need at least 0"),
+    "starts-float": ({"starts": [0, 0, 1.0, 0, 0]}, TypeError, r"^starts\[2\] is a float, need an integer"),
+    "starts-bool": ({"starts": [0, 0, 0, 0, True]}, TypeError, r"^starts\[4\] is a bool, need an integer"),
+    "starts-number": ({"starts": 0}, TypeError, "^starts is a int, need a sequence"),
+    "starts-2^63": ({"starts": [0, 2**63 - 1, 0, 0, 0]}, ValueError, r"^starts\[1\] is 9223372036854775807, need at"),
+    "starts-2^62": ({"starts": [0, 2**62, 0, 0, 0]}, MemoryError, PAST),
+    "starts-far": (
+        {"starts": [0, 0, 1, 0, 3], "max_length": 6}, ValueError, "^max_length is 6, need at least 7 for trajectory 4$"
+    ),
+    "starts-left": ({"starts": [0] * 5, "padding": "left"}, ValueError, "^starts and padding = 'left' exclude each"),
+    "padding-word": ({"padding": "both"}, ValueError, "^padding is 'both', need 'left' or 'right'"),
+    "padding-case": ({"padding": "Left"}, ValueError, "^padding is 'Left', need 'left' or 'right'"),
+    "padding-number": ({"padding": 1}, TypeError, "^padding is a int, need 'left' or 'right'"),
+    "padding-array": ({"padding": np.array(["left", "right"])}, TypeError, "^padding is a ndarray, need 'left'"),
+}  # fmt: skip
+#: Options of every call.
+OPTIONS = {
+    "narrow": ({"dtype": "uint8", "routes": INT16}, TypeError, r"need at least int16 \(routes\[2\] is int16\)"),
+    "narrow-experts": ({"num_experts": 256, "routes": INT16}, TypeError, r"uint8, need at least int16 \(routes\[2\]"),
+    "experts-over-dtype": ({"dtype": "uint8", "num_experts": 257}, TypeError, "uint8, need at least int16 for num_exp"),
+    "dtype-uint16": ({"dtype": np.uint16}, TypeError, "^dtype is uint16, need uint8, int16 or int32"),
+    "dtype-float": ({"dtype": float}, TypeError, "^dtype is float64, need uint8, int16 or int32"),
+    "dtype-big-endian": ({"dtype": ">i2"}, TypeError, "^dtype is >i2, need uint8, int16 or int32"),
+    "dtype-word": ({"dtype": "tiny"}, TypeError, "^dtype is 'tiny', need uint8, int16 or int32"),
+    "few-experts": ({"num_experts": 3}, ValueError, "^num_experts is 3, need at least topk = 4"),
+    "no-experts": ({"num_experts": 0}, ValueError, "^num_experts is 0, need at least 1"),
+    "many-experts": ({"num_experts": 2**31 + 1}, ValueError, "^num_experts = 2147483649 needs ids"),
+    "bool-experts": ({"num_experts": True}, TypeError, "^num_experts is a bool, need an integer"),
+    "float-experts": ({"num_experts": 8.0}, TypeError, "^num_experts is a float, need an integer"),
+    "topk": ({"routes": [np.zeros((1, 1, 257), np.uint8)] * 5}, ValueError, "^topk is 257, need at most 256 for uint8"),
+    "audit": ({"audit": True}, NotImplementedError, "audit="),
+    "moe-layers": ({"moe_layers": [0]}, NotImplementedError, "moe_layers="),
+    "no-thread": ({"num_threads": 0}, ValueError, "^num_threads is 0, need at least 1"),
+    "few-threads": ({"num_threads": -1}, ValueError, "^num_threads is -1, need at least 1"),
+    "bool-threads": ({"num_threads": True}, TypeError, "^num_threads is a bool, need an integer"),
+    "float-threads": ({"num_threads": 2.0}, TypeError, "^num_threads is a float, need an integer"),
+    "text-threads": ({"num_threads": "2"}, TypeError, "^num_threads is a str, need an integer"),
+}

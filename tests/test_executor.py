@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import oracle
 import paths
@@ -34,15 +36,15 @@ def ids(rng, shape, dtype, order="C"):
 
 
 LAYOUTS = {
-    "contiguous": lambda rng, n, l, k, d: ids(rng, (n, l, k), d),
-    "fortran": lambda rng, n, l, k, d: ids(rng, (n, l, k), d, "F"),
-    "layer-major": lambda rng, n, l, k, d: ids(rng, (l, n, k), d).transpose(1, 0, 2),
-    "every-other-row": lambda rng, n, l, k, d: ids(rng, (2 * n, l, k), d)[::2],
-    "every-other-id": lambda rng, n, l, k, d: ids(rng, (n, l, 2 * k), d)[:, :, ::2],
-    "some-layers": lambda rng, n, l, k, d: ids(rng, (n, l + 3, k), d)[:, 2 : l + 2],
-    "backwards": lambda rng, n, l, k, d: ids(rng, (n, l, k), d)[::-1, ::-1, ::-1],
-    "unaligned": lambda rng, n, l, k, d: unaligned(ids(rng, (n, l, k), d)),
-    "repeated-row": lambda rng, n, l, k, d: np.broadcast_to(ids(rng, (1, l, k), d), (n, l, k)),
+    "contiguous": lambda rng, n, layers, k, d: ids(rng, (n, layers, k), d),
+    "fortran": lambda rng, n, layers, k, d: ids(rng, (n, layers, k), d, "F"),
+    "layer-major": lambda rng, n, layers, k, d: ids(rng, (layers, n, k), d).transpose(1, 0, 2),
+    "every-other-row": lambda rng, n, layers, k, d: ids(rng, (2 * n, layers, k), d)[::2],
+    "every-other-id": lambda rng, n, layers, k, d: ids(rng, (n, layers, 2 * k), d)[:, :, ::2],
+    "some-layers": lambda rng, n, layers, k, d: ids(rng, (n, layers + 3, k), d)[:, 2 : layers + 2],
+    "backwards": lambda rng, n, layers, k, d: ids(rng, (n, layers, k), d)[::-1, ::-1, ::-1],
+    "unaligned": lambda rng, n, layers, k, d: unaligned(ids(rng, (n, layers, k), d)),
+    "repeated-row": lambda rng, n, layers, k, d: np.broadcast_to(ids(rng, (1, layers, k), d), (n, layers, k)),
 }
 
 
@@ -209,9 +211,7 @@ def test_a_layer_major_destination_is_one_more_plan(path):
     )  # fmt: skip
     out = np.full((2, 14, 3), -1, np.int64)
     mask = np.empty(14, bool)
-    execute(
-        plan, out.reshape(-1), mask, fresh=False, num_threads=2, policy=paths.forced(path, **paths.TINY_PIECES)
-    )
+    execute(plan, out.reshape(-1), mask, fresh=False, num_threads=2, policy=paths.forced(path, **paths.TINY_PIECES))
     expected = np.broadcast_to(np.arange(3), (2, 14, 3)).copy()
     expected[:, 0:7] = routes[0][:, layers].transpose(1, 0, 2)
     expected[:, 9:13] = routes[1][:, layers].transpose(1, 0, 2)
@@ -231,7 +231,7 @@ def test_pieces_tile_the_destination(lengths, threads, base, align):
     tiled = sorted(pieces.tolist())
     assert tiled[0][0] == 0
     assert tiled[-1][1] == bounds[-1]
-    for (_, end, _), (begin, _, _) in zip(tiled[:-1], tiled[1:], strict=True):
+    for (_, end, _), (begin, _, _) in itertools.pairwise(tiled):
         assert end == begin
     for begin, end, span in tiled:
         assert bounds[span] <= begin
@@ -246,7 +246,10 @@ def test_two_threads_get_pieces_of_equal_bytes_and_both_kinds():
     pieces = cut_pieces(plan, 0, 2, 2 << 20)
     sizes = [int((half[:, 1] - half[:, 0]).sum()) * plan.row_bytes for half in np.array_split(pieces, 2)]
     assert abs(sizes[0] - sizes[1]) <= plan.total_rows * plan.row_bytes / 8
-    copied = [int((np.minimum(half[:, 1], lengths[0]) - np.minimum(half[:, 0], lengths[0])).sum()) for half in np.array_split(pieces, 2)]
+    copied = [
+        int((np.minimum(half[:, 1], lengths[0]) - np.minimum(half[:, 0], lengths[0])).sum())
+        for half in np.array_split(pieces, 2)
+    ]
     assert min(copied) > 0.25 * lengths[0]
 
 
@@ -259,6 +262,9 @@ def test_every_path_was_taken():
     expected = set(PATHS)
     if backend_info()["layer"] == "workqueue":
         expected -= {"parallel"}
-    if "parallel" in PATHS and r3numba._dispatch._choose(r3numba._dispatch.kernels(), 2, r3numba._policy.DEFAULT_POLICY)[1] == "workqueue":
+    if (
+        "parallel" in PATHS
+        and r3numba._dispatch._choose(r3numba._dispatch.kernels(), 2, r3numba._policy.DEFAULT_POLICY)[1] == "workqueue"
+    ):
         expected -= {"parallel"}
     assert taken == expected

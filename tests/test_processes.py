@@ -59,7 +59,10 @@ def layer_loads(layer):
 
 def _tbb_imports():
     done = subprocess.run(
-        [sys.executable, "-c", "import numba.np.ufunc.tbbpool"], capture_output=True, env=environment("tbb"), check=False
+        [sys.executable, "-c", "import numba.np.ufunc.tbbpool"],
+        capture_output=True,
+        env=environment("tbb"),
+        check=False,
     )
     return done.returncode == 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -179,8 +179,8 @@ def available(names: Iterable[str] | None = None) -> list[Arm]:
     return [arm for arm in chosen if present[arm.needs]]
 
 
-def check_equal(work: Workbench, arms: Iterable[Arm]) -> None:
-    """Run every arm once and raise AssertionError unless all give the rectangle that the first one gives.
+def check_equal(work: Workbench, arms: Iterable[Arm]) -> Iterator[Arm]:
+    """Run every arm once and yield it; AssertionError unless all give the rectangle that the first one gives.
 
     Compared one trajectory at a time, so that no third array of the batch's size exists.
     """
@@ -190,10 +190,10 @@ def check_equal(work: Workbench, arms: Iterable[Arm]) -> None:
         result = np.asarray(arm.run(work))
         if expected is None:
             expected, first = (result if arm.cold else result.copy()), arm.name
-            continue
         if result.shape != expected.shape or result.dtype != expected.dtype:
             raise AssertionError(f"{arm.name} gives {result.shape} {result.dtype}, {first} {expected.shape}")
         for index in range(len(expected)):
             if not np.array_equal(result[index], expected[index]):
                 raise AssertionError(f"{arm.name} differs from {first} in trajectory {index}")
         del result
+        yield arm

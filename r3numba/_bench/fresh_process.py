@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +52,7 @@ def seconds_in_new_process(statements: dict[str, str], repeat: int) -> dict[str,
 
 
 def import_times(repeat: int) -> dict[str, Any]:
-    """Return the seconds that each of ``IMPORTS`` takes (samples and medians), interleaved; one round warms the disk."""
+    """Return the seconds that each of ``IMPORTS`` takes (samples and medians), in turn; one more round warms the disk."""
     samples = {name: values[1:] for name, values in seconds_in_new_process(IMPORTS, repeat + 1).items()}
     return {"samples": samples, "median": {name: statistics.median(values) for name, values in samples.items()}}
 
@@ -69,26 +71,41 @@ def peak_memory(nbytes: int) -> dict[str, Any]:
 
 
 def print_peak(nbytes: int) -> None:
-    """Measure in this process, which should be new, and print one JSON object; ``added`` is None where it cannot."""
+    """Measure in this process, which should be new, and print one JSON object.
+
+    ``result``: bytes of indices and mask; ``resident``: what the call added to the peak of resident memory (None where
+    the system does not say); ``allocated``: the same of what Python and NumPy asked for, exact to the byte.
+    """
     from ..collate import collate_routes
     from .shapes import SHAPES, make_batch
 
-    warm = make_batch(SHAPES["48x8"], "typical", max(nbytes // 8, 10_000_000))
-    collate_routes(warm.routes, warm.lengths)
-    del warm
     batch = make_batch(SHAPES["48x8"], "typical", nbytes)
-    record: dict[str, Any] = {"trajectories": len(batch.lengths), "result": None, "added": None}
+    collate_routes(batch.routes, batch.lengths)  # compiles, and starts the threads
+    resident: int | None = None
     try:
+        _trim_heap()
         Path(_CLEAR).write_text("5")  # "reset the peak resident set size" (proc_pid_clear_refs(5))
         before = _status_bytes("VmRSS")
         result = collate_routes(batch.routes, batch.lengths)
-        peak = _status_bytes("VmHWM")
+        resident = _status_bytes("VmHWM") - before
     except OSError:
-        pass
-    else:
-        record["result"] = result.array.nbytes + result.padding_mask.nbytes
-        record["added"] = peak - before
+        result = collate_routes(batch.routes, batch.lengths)
+    size = result.array.nbytes + result.padding_mask.nbytes
+    del result
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    collate_routes(batch.routes, batch.lengths)
+    allocated = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    record = {"trajectories": len(batch.lengths), "result": size, "resident": resident, "allocated": allocated}
     print(json.dumps(record))
+
+
+def _trim_heap() -> None:
+    """Give free heap memory back, so that the call cannot hide in pages that are resident already (glibc alone)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _status_bytes(key: str) -> int:

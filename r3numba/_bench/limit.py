@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +24,8 @@ from .measure import Task, Timing
 
 Move = Callable[[int, int, int, int], None]
 CANDIDATES: Final = ("libc", "blocks")
-_MEMORY: Final = ("fresh", "warm")
+MEMORY_KINDS: Final = ("fresh", "warm")
+THREAD_COUNTS: Final = (1, 2)
 
 
 def _libc_move(destination: int, source: int, copied: int, filled: int) -> None:
@@ -79,16 +80,16 @@ class Limit:
         self._pool.shutdown()
         self._warm = None
 
-    def tasks(self) -> list[Task]:
-        """Return one task for each candidate, kind of memory and thread count."""
+    def tasks(self, thread_counts: Iterable[int] = THREAD_COUNTS) -> list[Task]:
+        """Return one task for each candidate, kind of memory and thread count (1 or 2)."""
         return [
             Task(
                 f"limit_{memory}_{threads}_{candidate}",
                 self._runner(move, memory == "fresh", threads),
                 cold_bytes=self.copied + self.filled if memory == "fresh" else 0,
             )
-            for memory in _MEMORY
-            for threads in (1, 2)
+            for memory in MEMORY_KINDS
+            for threads in thread_counts
             for candidate, move in self._moves.items()
         ]
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from .quiet import is_quiet, read_waits, wait_share
 
-
 #: Pause before a long repetition: OpenMP's workers spin for a while after a launch, on a CPU that the next arm needs.
 SETTLE_SECONDS: Final = 0.005
 
