@@ -69,9 +69,9 @@ def read_request(
         raise NotImplementedError("audit= and moe_layers= are not part of this release")
     sources = read_sources(routes)
     lengths = integer_vector("sequence_lengths", sequence_lengths, len(sources.rows))
-    not_negative("sequence_lengths", lengths)
-    long = sources.rows > lengths
+    long = sources.rows > lengths  # true for a negative length too
     if long.any():
+        not_negative("sequence_lengths", lengths)
         index = int(np.argmax(long))
         raise ValueError(
             f"routes[{index}] has {int(sources.rows[index])} rows for a sequence of {int(lengths[index])} tokens"
@@ -84,7 +84,6 @@ def read_request(
 def _result_dtype(sources: Sources, dtype: object, num_experts: object) -> np.dtype[Any]:
     """Return the dtype that the caller fixed, else the batch's widest; the values are never scanned for it."""
     needed = sources.dtype
-    cause = f"routes[{int(np.argmax(sources.itemsize * (sources.rows > 0)))}] is {needed}"
     result = None if dtype is None else canonical_dtype("dtype", dtype)
     if num_experts is not None:
         count, by_experts = experts_dtype(num_experts, sources.topk)
@@ -95,7 +94,8 @@ def _result_dtype(sources: Sources, dtype: object, num_experts: object) -> np.dt
     if result is None:
         return needed
     if result.itemsize < needed.itemsize:
-        raise TypeError(f"the result's dtype is {result}, need at least {needed} ({cause})")
+        widest = int(np.argmax(sources.itemsize * (sources.rows > 0)))
+        raise TypeError(f"the result's dtype is {result}, need at least {needed} (routes[{widest}] is {needed})")
     return result
 
 

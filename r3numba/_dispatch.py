@@ -40,7 +40,6 @@ _BACKENDS = ("auto", "numba", "numpy")
 class _LastCall(threading.local):
     backend: str = "none"
     path: str = "none"
-    layer: str = "none"
     threads: int = 0
 
 
@@ -68,8 +67,9 @@ def backend_info() -> Mapping[str, Any]:
     >>> sorted(backend_info())
     ['backend', 'layer', 'path', 'threads']
     """
+    layer = _kernels.runtime.layer_name() if _last.backend == "numba" and _kernels else None
     return types.MappingProxyType(
-        {"backend": _last.backend, "path": _last.path, "layer": _last.layer, "threads": _last.threads}
+        {"backend": _last.backend, "path": _last.path, "layer": layer or "none", "threads": _last.threads}
     )
 
 
@@ -102,15 +102,9 @@ def kernels() -> types.ModuleType | None:
                         )
                     return None
                 _kernels = module
-    if _kernels is not None and _jit_disabled() and wanted == "auto":
+    if _kernels is not None and _kernels.runtime.JIT_DISABLED and wanted == "auto":
         return None  # plain-Python kernels are for tests; a forced path or R3NUMBA_BACKEND=numba asks for them
     return _kernels
-
-
-def _jit_disabled() -> bool:
-    from . import _numba
-
-    return _numba.JIT_DISABLED
 
 
 def execute(
@@ -150,7 +144,7 @@ def run(
     ``twin`` and ``kernel`` name functions of ``_kernels`` that take ``(pieces, *arguments)``; ``slices`` takes pieces.
     """
     module = kernels()
-    path, layer = _choose(module, threads, policy)
+    path = _choose(module, threads, policy)
     if path == "serial":
         threads = 1
     if path == "slices":
@@ -159,17 +153,15 @@ def run(
         module = module or _forced_kernels(path)
         serial = getattr(module, twin)
         if path == "parallel":
-            from . import _numba
-
-            threads = min(threads, _numba.thread_limit())
-            with _numba.thread_mask(threads):
+            threads = min(threads, module.runtime.thread_limit())
+            with module.runtime.thread_mask(threads):
                 getattr(module, kernel)(pieces, *arguments)
         elif path == "pool":
             _over_pool(lambda part: serial(part, *arguments), pieces, threads)
         else:
             serial(pieces, *arguments)
     _last.backend = "numpy" if path == "slices" else "numba"
-    _last.path, _last.layer, _last.threads = path, layer, threads
+    _last.path, _last.threads = path, threads
 
 
 def thread_count(nbytes: int, *, fresh: bool, num_threads: int | None, policy: Policy) -> int:
@@ -187,22 +179,18 @@ def checked_num_threads(num_threads: object) -> int | None:
     return None if num_threads is None else integer("num_threads", num_threads, 1)
 
 
-def _choose(module: types.ModuleType | None, threads: int, policy: Policy) -> tuple[PathName, str]:
-    """Return the path for ``threads`` threads and the layer, by the policy at the top of this file."""
+def _choose(module: types.ModuleType | None, threads: int, policy: Policy) -> PathName:
+    """Return the path for ``threads`` threads, by the policy at the top of this file."""
     if policy.path == "slices" or (module is None and policy.path is None):
-        return "slices", "none"
-    if module is None:
-        _forced_kernels(policy.path)
-    from . import _numba
-
+        return "slices"
     if policy.path in ("serial", "pool"):
-        return policy.path, _numba.layer_name() or "none"
+        return policy.path
     if threads == 1 and policy.path is None:
-        return "serial", _numba.layer_name() or "none"
-    if _numba.in_forked_child() and _numba.layer_name() != "tbb":
-        return "pool", _numba.layer_name() or "none"
-    layer = _numba.start_layer(_probe)
-    return ("pool" if layer == "workqueue" else "parallel"), layer
+        return "serial"
+    runtime = (module or _forced_kernels(policy.path)).runtime
+    if runtime.in_forked_child() and runtime.layer_name() != "tbb":
+        return "pool"
+    return "pool" if runtime.start_layer(_probe) == "workqueue" else "parallel"
 
 
 def _forced_kernels(path: PathName | None) -> types.ModuleType:

@@ -7,7 +7,8 @@ above it, because LLVM inlines them all and every further copy costs compile tim
 
 from __future__ import annotations
 
-from ._numba import JIT_DISABLED, address_of, copy_bytes, jit, load_int16, load_int32, load_uint8, prange
+from . import _numba as runtime
+from ._numba import address_of, copy_bytes, jit, load_int16, load_int32, load_uint8, prange
 
 
 @jit(parallel=False)
@@ -163,5 +164,5 @@ def _probe(array):
 
 def compile_probe() -> None:
     """Compile a small parallel function, which starts Numba's threading layer, without launching anything on it."""
-    if not JIT_DISABLED:
+    if not runtime.JIT_DISABLED:
         _probe.compile("void(uint8[::1])")

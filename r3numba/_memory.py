@@ -23,7 +23,7 @@ HUGE_PAGE = 2 * MEBIBYTE
 _LINE = 64
 
 
-def check_room(nbytes: int, what: str, policy: Policy) -> None:
+def check_room(nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any], policy: Policy) -> None:
     """Raise MemoryError, with both figures, where a new allocation cannot fit in what the container may still use.
 
     Only above ``policy.memory_check_from``; R3NUMBA_MEMORY_CHECK=0 turns it off.
@@ -32,17 +32,15 @@ def check_room(nbytes: int, what: str, policy: Policy) -> None:
         return
     available = cgroup_memory_available()
     if available is not None and nbytes > available:
-        raise MemoryError(f"{what} needs {nbytes:,} bytes, but only {available:,} bytes can still be allocated here")
-
-
-def batch_bytes(shape: tuple[int, ...], dtype: np.dtype[Any], mask_shape: tuple[int, ...]) -> int:
-    """Return the bytes of indices and mask together, in Python integers that cannot overflow."""
-    return math.prod(shape) * dtype.itemsize + math.prod(mask_shape)
+        raise MemoryError(
+            f"a batch of shape {list(shape)} ({dtype}) needs {nbytes:,} bytes, "
+            f"but only {available:,} bytes can still be allocated here"
+        )
 
 
 def check_addressable(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise MemoryError, with both figures, for a result that no address space holds (its plan would overflow)."""
-    nbytes, most = math.prod(shape) * dtype.itemsize, np.iinfo(np.int64).max // 2
+    nbytes, most = math.prod(shape) * dtype.itemsize, 1 << 62
     if nbytes > most:
         raise MemoryError(f"a batch of shape {list(shape)} ({dtype}) needs {nbytes:,} bytes, need at most {most:,}")
 
@@ -54,9 +52,7 @@ class FreshMemory:
         self, shape: tuple[int, ...], dtype: np.dtype[Any], mask_shape: tuple[int, ...], policy: Policy
     ) -> tuple[NDArray[Any], NDArray[np.bool_], bool]:
         """Return uninitialised indices and mask, and True: their pages are fresh."""
-        what = f"a batch of shape {list(shape)} ({dtype})"
-        nbytes = batch_bytes(shape, dtype, mask_shape)
-        check_room(nbytes, what, policy)
+        check_room(math.prod(shape) * dtype.itemsize + math.prod(mask_shape), shape, dtype, policy)
         return np.empty(shape, dtype), np.empty(mask_shape, np.bool_), True
 
 
@@ -100,7 +96,7 @@ class RecycledMemory:
         buffer = self._take(needed)
         fresh = buffer is None
         if buffer is None:
-            check_room(needed, f"a batch of shape {list(shape)} ({dtype})", policy)
+            check_room(needed, shape, dtype, policy)
             buffer = _aligned_buffer(needed)
         owner = _Owner(buffer)
         weakref.finalize(owner, self._give_back, buffer, self._generation).atexit = False

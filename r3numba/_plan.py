@@ -117,13 +117,13 @@ def cut_pieces(plan: Plan, base_address: int, threads: int, align: int) -> NDArr
     long trajectories that lie side by side fall to all of them.
     """
     total = plan.total_rows
-    edges = np.array([0, total])
-    if threads > 1 and total > 1:
-        nbytes = total * plan.row_bytes
-        step = max(1, nbytes // (threads * PIECES_A_THREAD * align)) * align
-        begin = base_address // align * align + step
-        inner = -(-(np.arange(begin, base_address + nbytes, step) - base_address) // plan.row_bytes)
-        edges = np.unique(np.concatenate((edges, inner)))
+    if threads == 1 or total < 2:
+        return np.array([[0, total, 0]])
+    nbytes = total * plan.row_bytes
+    step = max(1, nbytes // (threads * PIECES_A_THREAD * align)) * align
+    begin = base_address // align * align + step
+    inner = -(-(np.arange(begin, base_address + nbytes, step) - base_address) // plan.row_bytes)
+    edges = np.unique(np.concatenate(([0, total], inner)))
     low, high = edges[:-1], edges[1:]
     span = np.searchsorted(plan.bounds, low, side="right") - 1
     pieces = np.stack((low, high, span), axis=1)

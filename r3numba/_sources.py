@@ -19,6 +19,7 @@ _REMEDY = f"need {CANONICAL_NAMES}: call compact_routes where they are captured"
 
 #: Marks a C-contiguous source in the table of strides; no stride has this value, while 0 is one (a broadcast row).
 _DENSE = np.iinfo(np.int64).min
+_NO_STRIDES = np.empty((0, 3), np.int64)
 
 
 def read_sources(routes: object) -> Sources:
@@ -35,6 +36,7 @@ def read_sources(routes: object) -> Sources:
     strides: NDArray[np.int64] | None = None
     layers = topk = -1
     model = 0  # the trajectory that said how many layers and ids a row has
+    widest = 0
     last: tuple[object, int] = (None, 0)  # dtype object and its itemsize
     for index, entry in enumerate(entries):
         if entry is None:
@@ -49,6 +51,7 @@ def read_sources(routes: object) -> Sources:
             raise ValueError(f"routes[{index}] has {len(shape)} dimensions, need 3: [rows, layers, topk]")
         if entry.dtype is not last[0]:
             last = (entry.dtype, _itemsize(index, entry))
+            widest = max(widest, last[1])
         if array:
             if type(entry) is not np.ndarray and isinstance(entry, np.ma.MaskedArray):
                 raise TypeError(f"routes[{index}] is a MaskedArray, need an ndarray: its mask would be ignored")
@@ -76,16 +79,15 @@ def read_sources(routes: object) -> Sources:
     if strides is not None:
         dense = strides[:, 0] == _DENSE  # a C-contiguous source beside strided ones
         strides[dense] = itemsize[dense, None] * np.array([layers * topk, topk, 1])
-    widest = int(itemsize[rows > 0].max())
     return Sources(
         held=entries,
         address=address,
         rows=rows,
         itemsize=itemsize,
-        strides=np.empty((0, 3), np.int64) if strides is None else strides,
+        strides=_NO_STRIDES if strides is None else strides,
         layers=layers,
         topk=topk,
-        dtype=next(dtype for dtype in CANONICAL if dtype.itemsize == widest),
+        dtype=CANONICAL[widest // 2],  # 1, 2 or 4 bytes
     )
 
 

@@ -223,21 +223,23 @@ def place(
     lengths: NDArray[np.int64], padding: object, starts: object, max_length: object
 ) -> tuple[NDArray[np.int64], int]:
     """Return the column of each token 0, int64 [batch], and the rectangle's width in tokens."""
+    if not (padding is None or isinstance(padding, str)):
+        raise TypeError(f"padding is a {kind(padding)}, need 'left' or 'right'")
+    if padding not in (None, "left", "right"):
+        raise ValueError(f"padding is {padding!r}, need 'left' or 'right'")
+    ends = lengths
+    columns = None
     if starts is not None:
         if padding is not None:
             raise ValueError(f"starts and padding = {padding!r} exclude each other")
         columns = integer_vector("starts", starts, len(lengths))
         not_negative("starts", columns)
-    elif padding is None or padding in ("left", "right"):
-        columns = np.zeros_like(lengths)
-    elif isinstance(padding, str):
-        raise ValueError(f"padding is {padding!r}, need 'left' or 'right'")
-    else:
-        raise TypeError(f"padding is a {kind(padding)}, need 'left' or 'right'")
-    longest = np.iinfo(np.int64).max - int(lengths.max())
-    if int(columns.max()) > longest:
-        raise ValueError(f"starts[{int(columns.argmax())}] is {int(columns.max())}, need at most {longest}")
-    ends = columns + lengths
+        ends = columns + lengths
+        if int(ends.min()) < 0:  # the sum wrapped
+            index = int(np.argmin(ends))
+            raise ValueError(
+                f"starts[{index}] is {int(columns[index])}, need less than 2^63 - sequence_lengths[{index}]"
+            )
     width = int(ends.max())
     if max_length is not None:
         asked = integer("max_length", max_length, 0)
@@ -245,8 +247,8 @@ def place(
             index = int(np.argmax(ends > asked))
             raise ValueError(f"max_length is {asked}, need at least {int(ends[index])} for trajectory {index}")
         width = asked
-    if starts is None and padding != "right":
-        columns = width - lengths
+    if columns is None:
+        columns = np.zeros_like(lengths) if padding == "right" else width - lengths
     return columns, width
 
 

@@ -162,6 +162,7 @@ def refused(call, exception, text, **changes):
 def _arrays_in(arguments):
     parts = [part for value in arguments.values() for part in (value if isinstance(value, (list, tuple)) else [value])]
     parts += [part.numpy() for part in parts if hasattr(part, "untyped_storage") and _readable(part)]
+    parts += [part.base for part in parts if isinstance(part, np.ndarray) and isinstance(part.base, np.ndarray)]
     return [part for part in parts if isinstance(part, np.ndarray) and part.dtype != object]
 
 

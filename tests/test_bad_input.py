@@ -7,12 +7,32 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from support import CALLS, LENGTHS, ROWS, address, batch_of, forced, good, guarded, need_torch, packed, refused
+import support
+from support import (
+    CALLS,
+    ENTRIES,
+    LENGTHS,
+    MASKS,
+    NUMBERS,
+    OPTIONS,
+    PLACEMENTS,
+    REMEDY,
+    ROWS,
+    SHAPE,
+    VECTORS,
+    WHOLE,
+    address,
+    batch_of,
+    good,
+    guarded,
+    need_torch,
+    out_shape,
+    packed,
+    refused,
+)
 
-import r3numba
 from r3numba import RouteCollator, _dispatch, collate_routes, pack_routes
 
-LAYERS, TOPK = 2, 4
 PLACES = (0, 2, 4)
 every_call = pytest.mark.parametrize("call", CALLS)
 every_place = pytest.mark.parametrize("place", PLACES)
@@ -33,7 +53,6 @@ def test_the_arguments_unchanged_are_accepted(call):
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
-
 
 
 @every_call
@@ -67,8 +86,6 @@ def test_rows_past_the_tokens(call):
         refused(call, ValueError, text, sequence_lengths=replaced(LENGTHS, place, ROWS[place] - 1))
 
 
-
-
 @every_call
 @pytest.mark.parametrize("fault", WHOLE)
 def test_routes_as_a_whole(call, fault):
@@ -86,7 +103,7 @@ def test_case_36_and_37_entries_without_rows(call):
         part = batch.array[begin : begin + 5] if "pack" in call else batch.array[2]
         mask = batch.padding_mask[begin : begin + 5] if "pack" in call else batch.padding_mask[2]
         assert mask.all()
-        assert (part == np.arange(TOPK)).all()
+        assert (part == np.arange(4)).all()
         assert batch.array.dtype == np.uint8
     refused(call, ValueError, "no trajectory has a captured row", routes=[None] * 5, missing=None)
 
@@ -110,7 +127,6 @@ def test_tensors(call, place, kind):
 
 
 # ---- lengths, masks of missing rows ----------------------------------------------------------------------------------
-
 
 
 @every_call
@@ -140,8 +156,6 @@ def test_lengths_as_tensors(call, kind):
         values, text = torch.ones(5, dtype=getattr(torch, kind)), rf"has dtype (torch\.)?{kind}, need integers"
     short = {"routes": batch_of([1] * 5), "missing": None}
     refused(call, TypeError, rf"^sequence_lengths ?{text}", sequence_lengths=values, **short)
-
-
 
 
 @every_call
@@ -180,14 +194,11 @@ def test_a_mask_on_another_device(call):
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
-
 @pytest.mark.parametrize("call", ["collate", "collator", "pad"])
 @pytest.mark.parametrize("fault", PLACEMENTS)
 def test_placement(call, fault):
     options, exception, text = PLACEMENTS[fault]
     refused(call, exception, text, **options)
-
-
 
 
 @pytest.mark.parametrize("call", [*CALLS, "pad"])
@@ -216,3 +227,220 @@ def test_orders(fault):
         with pytest.raises(exception, match=rf"^order(\[2\])? ?{text}"):
             batch.select(order)
         assert (batch.array.tobytes(), batch.padding_mask.tobytes()) == before
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+EVERYWHERE = [*CALLS, "pad"]
+OUTS = {
+    "list": (lambda shape: [[1]], TypeError, "^out is a list, need an ndarray or a CPU tensor"),
+    "batch": (lambda shape: packed(), TypeError, "^out is a PackedRoutes, need an ndarray"),
+    "masked": (lambda shape: np.ma.zeros(shape, np.uint8), TypeError, "^out is a MaskedArray, need an ndarray"),
+    "wider": (lambda shape: np.zeros(shape, np.int16), TypeError, "^out has dtype int16, need uint8"),
+    "int8": (lambda shape: np.zeros(shape, np.int8), TypeError, "^out has dtype int8, need uint8"),
+    "bool": (lambda shape: np.zeros(shape, bool), TypeError, "^out has dtype bool, need uint8"),
+    "float": (lambda shape: np.zeros(shape), TypeError, "^out has dtype float64, need uint8"),
+    "more": (lambda s: guarded((s[0] + 1, *s[1:]))[1], ValueError, r"^out has shape \[\d+, .*, 2, 4\], need \[\d+, "),
+    "fewer": (lambda s: guarded((s[0] - 1, *s[1:]))[1], ValueError, r"^out has shape \[\d+, .*, 2, 4\], need \[\d+, "),
+    "flat": (lambda s: guarded(s)[1].reshape(-1), ValueError, r"^out has shape \[\d+\], need \[\d+, .*2, 4\]"),
+    "swapped": (lambda s: guarded((*s[:-2], 4, 2))[1], ValueError, r"^out has shape .*, 4, 2\], need .*, 2, 4\]"),
+    "fortran": (lambda shape: np.zeros(shape, np.uint8, "F"), ValueError, r"^out has strides \(.*\), need a C-contig"),
+    "strided": (lambda s: guarded((2 * s[0], *s[1:]))[1][::2], ValueError, r"^out has strides \(.*\), need a C-conti"),
+    "backwards": (lambda shape: guarded(shape)[1][::-1], ValueError, r"^out has strides \(.*\), need a C-contiguous"),
+    "read-only": (lambda shape: _read_only(guarded(shape)[1]), ValueError, "^out is read-only, need a writable array"),
+}  # fmt: skip
+
+
+def _read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("call", EVERYWHERE)
+@pytest.mark.parametrize("fault", OUTS)
+def test_out(call, fault):
+    make, exception, text = OUTS[fault]
+    refused(call, exception, text, out=make(out_shape(call)))
+
+
+@every_call
+def test_out_of_int16(call):
+    raw = np.full(2 * np.prod(out_shape(call)) + 1, 7, np.uint8)
+    misaligned = raw[1:].view(np.int16).reshape(out_shape(call))
+    refused(
+        call, ValueError, "^out has strides .*, need a C-contiguous and aligned array", dtype="int16", out=misaligned
+    )
+    swapped = np.zeros(out_shape(call), np.dtype(np.int16).newbyteorder())
+    refused(call, TypeError, "^out has dtype [<>]i2, need int16", dtype="int16", out=swapped)
+    refused(call, TypeError, "^out has dtype uint8, need int16", dtype="int16")
+
+
+@pytest.mark.parametrize("call", EVERYWHERE)
+@pytest.mark.parametrize("kind", ["meta", "sparse", "int16", "bfloat16", "strided"])
+def test_out_as_a_tensor(call, kind):
+    torch = need_torch()
+    shape = out_shape(call)
+    make, exception, text = {
+        "meta": (
+            lambda: torch.zeros(shape, dtype=torch.uint8, device="meta"),
+            TypeError,
+            "is on device 'meta', need a",
+        ),
+        "sparse": (lambda: torch.zeros(shape, dtype=torch.uint8).to_sparse(), TypeError, "has layout torch.sparse_coo"),
+        "int16": (lambda: torch.zeros(shape, dtype=torch.int16), TypeError, "has dtype (torch.)?int16, need uint8"),
+        "bfloat16": (
+            lambda: torch.zeros(shape, dtype=torch.bfloat16),
+            TypeError,
+            "has dtype torch.bfloat16, need uint8",
+        ),
+        "strided": (lambda: torch.zeros((*shape, 2), dtype=torch.uint8)[..., 0], ValueError, "has strides"),
+    }[kind]
+    refused(call, exception, f"^out {text}", out=make())
+
+
+@every_call
+@pytest.mark.parametrize("side", ["last-byte", "first-byte", "inside", "strided", "backwards"])
+def test_out_over_routes(call, side):
+    """One byte of overlap is refused, memory that only touches is not."""
+    size, length = int(np.prod(out_shape(call))), 8 * ROWS[2]
+    memory = np.full(size + 6 * length, 3, np.uint8)
+    out = memory[2 * length : 2 * length + size].reshape(out_shape(call))
+    begin = {"last-byte": length + 1, "first-byte": 2 * length + size - 1, "inside": 3 * length}.get(
+        side, 2 * length - 8
+    )
+    step = {"strided": 2, "backwards": -1}.get(side, 1)
+    rows = memory[begin : begin + length * abs(step)].reshape(-1, 2, 4)[::step]
+    routes = replaced(batch_of(ROWS), 2, rows)
+    refused(call, ValueError, r"^out overlaps routes\[2\], need memory of its own", out=out, routes=routes)
+    for begin in (length, 2 * length + size):
+        routes = replaced(batch_of(ROWS), 2, memory[begin : begin + length].reshape(-1, 2, 4))
+        assert CALLS[call](routes, LENGTHS, out=out).array is out
+
+
+@every_call
+@pytest.mark.parametrize("marks", ["one", "strided", "none"])
+def test_out_over_a_missing_mask(call, marks):
+    """A mask without a True, and one that is copied because it is strided, is an input as any other."""
+    whole, out = guarded(out_shape(call))
+    whole[8:68] = 0
+    mask = whole[60:65].view(np.bool_) if marks != "strided" else whole[58:68:2].view(np.bool_)
+    mask[1] = marks != "none"
+    missing = [None, None, mask, None, None]
+    refused(call, ValueError, r"^out overlaps missing\[2\], need memory of its own", out=out, missing=missing)
+
+
+@pytest.mark.parametrize("part", [5, 4], ids=["captured-rows", "dummy-rows"])
+def test_pad_over_its_own_pack(part):
+    memory = np.full(2000, 3, np.uint8)
+    pack = pack_routes(batch_of(ROWS), LENGTHS, out=memory[800:968].reshape(21, 2, 4))[:part]
+    size, end = part * 6 * 8, 800 + pack.array.nbytes
+    for begin in (800 - size + 1, 801, end - 1):
+        before = memory.tobytes()
+        with pytest.raises(ValueError, match=r"^out overlaps .*, need memory of its own"):
+            pack.pad(out=memory[begin : begin + size].reshape(part, 6, 2, 4))
+        assert memory.tobytes() == before
+    for begin in (800 - size, end):
+        pack.pad(out=memory[begin : begin + size].reshape(part, 6, 2, 4))
+
+
+# ---- sizes, environment, leaks ---------------------------------------------------------------------------------------
+
+BOTH_FIGURES = (
+    r"^a batch of shape \[.*\] \(.*\) needs [\d,]{15,} bytes, but only [\d,]+ bytes can still be allocated here$"
+)
+
+
+@every_call
+def test_sizes_past_memory(call):
+    """Tiny routes, huge lengths: refused at once, with what is needed and what there is."""
+    tokens = 2**31 - 5 if "pack" in call else 2**45
+    wide = {"routes": [np.zeros((1, 2048, 16), np.uint8)] * 5, "missing": None, "dtype": "int32"}
+    refused(call, MemoryError, BOTH_FIGURES, sequence_lengths=[1, 1, tokens, 1, 1], out=None, **wide)
+
+
+@pytest.mark.parametrize("call", ["collate", "collator"])
+@pytest.mark.parametrize("length", [2**61, 2**62, 2**63 - 1])
+def test_sizes_past_any_address(call, length):
+    refused(call, MemoryError, support.PAST, sequence_lengths=replaced(LENGTHS, 2, length), out=None)
+
+
+@pytest.mark.parametrize("call", ["pack", "collator-pack"])
+@pytest.mark.parametrize("length", [2**31 - 16, 2**31, 2**62, 2**63 - 1])
+def test_a_pack_past_int32(call, length):
+    text = r"^sequence_lengths sum to \d{10,} tokens, need at most 2147483647 \(cu_seqlens is int32\)$"
+    refused(call, ValueError, text, sequence_lengths=replaced(LENGTHS, 2, length), out=None)
+    refused(call, ValueError, text, sequence_lengths=[length] * 5, out=None)
+
+
+@pytest.mark.parametrize("call", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("R3NUMBA_BACKEND", "cupy"),
+        ("R3NUMBA_POLICY", "force_everything"),
+        ("R3NUMBA_NUM_THREADS", "0"),
+        ("R3NUMBA_NUM_THREADS", "two"),
+        ("R3NUMBA_NUM_THREADS", "1.5"),
+        ("R3NUMBA_MAX_THREADS", "0"),
+        ("R3NUMBA_RESERVED_CPUS", "-1"),
+    ],
+)
+def test_environment(call, variable, value, monkeypatch):
+    if call == "pad":
+        monkeypatch.setattr(support, "packed", lambda pack=packed(): pack)
+    monkeypatch.setenv(variable, value)
+    refused(call, ValueError, f"^{variable} .*{value}")
+
+
+@every_call
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_path_that_needs_numba_without_it(call, loaded, monkeypatch):
+    monkeypatch.setenv("R3NUMBA_BACKEND", "numpy")
+    monkeypatch.setenv("R3NUMBA_POLICY", "force_serial")
+    if not loaded:
+        monkeypatch.setattr(_dispatch, "_kernels", None)
+    refused(call, ValueError, "'serial' is forced and needs Numba, but the backend here is NumPy")
+
+
+FAULTS = [
+    {"routes": replaced(batch_of(ROWS), 4, np.zeros(SHAPE, np.int64))},
+    {"sequence_lengths": replaced(LENGTHS, 4, 3)},
+    {"missing": [None, None, None, None, np.ones(3, bool)]},
+    {"out": np.zeros((1, 1), np.uint8)},
+    {"num_threads": 0},
+    {"num_experts": 3},
+    {"routes": [np.zeros((1, 2048, 16), np.uint8)] * 5, "missing": None, "sequence_lengths": [2**30] * 5, "out": None},
+]
+
+
+def test_nothing_leaks(monkeypatch):
+    """Refused calls hold nothing, and a collator has every buffer back, whichever step refused."""
+    collator = RouteCollator()
+    place = address(collator.collate_routes(batch_of(ROWS), LENGTHS).array)
+    idle = collator.idle_bytes
+    assert idle > 0
+
+    def refuse_all():
+        for method in (collate_routes, pack_routes, collator.collate_routes, collator.pack_routes):
+            for fault in FAULTS:
+                with pytest.raises((TypeError, ValueError, MemoryError)):
+                    method(**{**good("pack" if "pack" in method.__name__ else "collate")[0], **fault})
+        with monkeypatch.context() as patch:
+            patch.setenv("R3NUMBA_BACKEND", "cupy")  # seen only after the result was allocated
+            with pytest.raises(ValueError, match="R3NUMBA_BACKEND"):
+                collator.collate_routes(batch_of(ROWS), LENGTHS)
+        assert collator.idle_bytes == idle
+
+    refuse_all()
+    gc.collect()
+    tracemalloc.start()
+    refuse_all()
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(30):
+        refuse_all()
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 20_000
+    assert address(collator.collate_routes(batch_of(ROWS), LENGTHS).array) == place

@@ -99,7 +99,7 @@ def layer(request):
 
 
 def test_each_layer_takes_its_path(layer):
-    out = run("print(collate()['path'], dispatch._last.layer, dispatch._last.threads)", layer)
+    out = run("print(*[collate()[key] for key in ('path', 'layer', 'threads')])", layer)
     path = "pool" if layer == "workqueue" else "parallel"
     assert out.split() == [path, layer, "2"]
 

@@ -160,7 +160,7 @@ ARMS: Final = {
         _ours("serial", "serial twin", lambda work: work.collate(1, "serial"), 1, "numba", True),
         _ours("parallel_1", "prange", lambda work: work.collate(1, "parallel"), 1, "numba", True),
         _ours("parallel_2", "prange", lambda work: work.collate(2, "parallel"), 2, "numba", True),
-        _ours("default", "collate_routes as it is", lambda work: work.collate(None, None), 0, None, True),
+        _ours("default", "collate_routes", lambda work: work.collate(None, None), 0, None, True),
         Arm("prefill_reused", "original prefill, reused", lambda work: _original_prefill(work, work.reused()),
             cold=False),
         Arm("single_reused", "single write, reused", lambda work: _single_write(work, work.reused()), cold=False),

@@ -95,6 +95,7 @@ def targets(record: Mapping[str, Any]) -> list[Target]:
         _least("cold, 1 thread", "NumPy fallback, 1 thread", 1.0, cases, _ratio_of("slices_1", "serial")),
         _least("NumPy fallback, 1 thread", "single write", 1.6, cases, _ratio_of("single", "slices_1")),
         _least("cold, 2 threads", "limit, fresh huge pages", 0.65, cases, _limit_of("parallel_2"), percent=True),
+        _least("cold, 1 thread", "limit, fresh huge pages", 0.65, cases, _limit_of("serial"), percent=True),
         _least("skewed, 2 threads", "1 thread", 1.6, skewed, _ratio_of("serial", "parallel_2")),
         *_tiny_targets(record["tiny"]["cases"]),
         _peak_target(record["peak_memory"]),

@@ -52,7 +52,7 @@ def seconds_in_new_process(statements: dict[str, str], repeat: int) -> dict[str,
 
 
 def import_times(repeat: int) -> dict[str, Any]:
-    """Return the seconds that each of ``IMPORTS`` takes (samples and medians), in turn; one more round warms the disk."""
+    """Return the seconds that each of ``IMPORTS`` takes, samples and medians; a first round warms the disk."""
     samples = {name: values[1:] for name, values in seconds_in_new_process(IMPORTS, repeat + 1).items()}
     return {"samples": samples, "median": {name: statistics.median(values) for name, values in samples.items()}}
 
