@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from . import _slices
 from ._checks import integer
-from ._plan import Plan, address_of, cut_pieces
+from ._plan import KERNEL_TEMPLATE_BYTES, Plan, address_of, cut_pieces
 from ._policy import DEFAULT_POLICY, PathName, Policy
 from .topology import permitted_cpus_cached, plan_threads
 
@@ -117,15 +117,15 @@ def execute(
     """
     threads = thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
     sources = plan.sources
-    dummies = plan.dummy_block()
     arguments = (
-        out, mask, dummies.reshape(-1), plan.bounds, plan.first, sources.address, sources.rows, sources.itemsize,
-        sources.strides, plan.missing, plan.layer_of, sources.topk, plan.row_stride, plan.layer_stride,
+        out, mask, plan.dummy_block(KERNEL_TEMPLATE_BYTES).reshape(-1), plan.bounds, plan.first, sources.address,
+        sources.rows, sources.itemsize, sources.strides, plan.missing, plan.layer_of, sources.topk, plan.row_stride,
+        plan.layer_stride,
     )  # fmt: skip
     run(
         cut_pieces(plan, address_of(out), threads, policy.piece_align), threads, policy,
         twin="move_serial", kernel="move_parallel", arguments=arguments,
-        slices=lambda pieces: _slices.move_pieces(plan, pieces, out, mask, dummies),
+        slices=lambda pieces: _slices.move_pieces(plan, pieces, out, mask),
     )  # fmt: skip
 
 
@@ -169,6 +169,8 @@ def thread_count(nbytes: int, *, fresh: bool, num_threads: int | None, policy: P
     if num_threads is not None:
         return min(num_threads, permitted_cpus_cached())
     below = policy.serial_below_fresh if fresh else policy.serial_below_recycled
+    if policy.path == "slices" or (policy.path is None and kernels() is None):
+        below = max(below, policy.slices_serial_below)
     if nbytes < below and not os.environ.get("R3NUMBA_NUM_THREADS"):
         return 1
     return plan_threads(nbytes, permitted_cpus_cached(), fresh=fresh, cap=policy.thread_cap)

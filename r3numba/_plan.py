@@ -18,10 +18,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: Pieces a thread gets. More balance uneven lengths, fewer cost nothing to schedule; 4 to 32 measured alike.
+#: Pieces a thread gets of a result that is not large; a large one is cut into pieces of ``PIECE_UNITS`` huge pages.
+#: 2, 4, 8 and 16 MiB took the same time (403 MB on two threads), and the small ones balance uneven lengths.
 PIECES_A_THREAD: Final = 8
-#: One block of dummy rows is the template of every fill: large enough for one memcpy to pay, small enough for L1.
-TEMPLATE_BYTES: Final = 16 << 10
+PIECE_UNITS: Final = 2
+#: One block of dummy rows is the template of every fill: for the kernel small enough for L1, for NumPy's slices large
+#: enough that the interpreter's part of an assignment does not count.
+KERNEL_TEMPLATE_BYTES: Final = 16 << 10
+SLICES_TEMPLATE_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +75,9 @@ class Plan:
         """Return the bytes that one destination row takes over all its layers."""
         return len(self.layer_of) * self.sources.topk * self.dtype.itemsize
 
-    def dummy_block(self) -> NDArray[Any]:
-        """Return the template of the fills: ``[n, layers, topk]`` dummy rows, about ``TEMPLATE_BYTES``."""
-        count = max(1, min(TEMPLATE_BYTES // self.row_bytes, self.total_rows))
+    def dummy_block(self, nbytes: int) -> NDArray[Any]:
+        """Return the template of the fills: ``[n, layers, topk]`` dummy rows, at least one and about ``nbytes``."""
+        count = max(1, min(nbytes // self.row_bytes, self.total_rows))
         block = np.empty((count, len(self.layer_of), self.sources.topk), self.dtype)
         block[:] = np.arange(self.sources.topk, dtype=self.dtype)
         return block
@@ -120,7 +124,7 @@ def cut_pieces(plan: Plan, base_address: int, threads: int, align: int) -> NDArr
     if threads == 1 or total < 2:
         return np.array([[0, total, 0]])
     nbytes = total * plan.row_bytes
-    step = max(1, nbytes // (threads * PIECES_A_THREAD * align)) * align
+    step = min(max(1, nbytes // (threads * PIECES_A_THREAD * align)), PIECE_UNITS) * align
     begin = base_address // align * align + step
     inner = -(-(np.arange(begin, base_address + nbytes, step) - base_address) // plan.row_bytes)
     edges = np.unique(np.concatenate(([0, total], inner)))

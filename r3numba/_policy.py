@@ -28,6 +28,8 @@ class Policy:
     thread_cap: int = 8
     #: From here on the memory bus is the limit and half of the cap is as fast.
     half_cap_from: int = 16_000 * MEGABYTE
+    #: The NumPy fallback on two threads: slower at 38 MB, faster at 101 MB (the interpreter's part is not parallel).
+    slices_serial_below: int = 64 * MEGABYTE
     #: A new allocation above this is first compared with what the container may still use.
     memory_check_from: int = 256 * MEBIBYTE
     #: Quotas change while a process lives; they are read again after this many seconds.

@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 from .._dispatch import kernels
 from .._memory import HUGE_PAGE, _aligned_buffer
-from .._plan import TEMPLATE_BYTES, address_of
+from .._plan import address_of
 from .measure import Task, Timing
 
 Move = Callable[[int, int, int, int], None]
 CANDIDATES: Final = ("libc", "blocks")
+#: The fill's template: it stays in the first-level cache.
+_TEMPLATE_BYTES: Final = 16 << 10
 MEMORY_KINDS: Final = ("fresh", "warm")
 THREAD_COUNTS: Final = (1, 2)
 
@@ -37,8 +39,8 @@ def _blocks_move() -> Move:
     """Compile the candidate that walks in blocks; ctypes and the kernel both release the GIL."""
     from .. import _numba
 
-    template = np.arange(TEMPLATE_BYTES, dtype=np.int64).astype(np.uint8)
-    copy_bytes, block, fill = _numba.copy_bytes, HUGE_PAGE, TEMPLATE_BYTES
+    template = np.arange(_TEMPLATE_BYTES, dtype=np.int64).astype(np.uint8)
+    copy_bytes, block, fill = _numba.copy_bytes, HUGE_PAGE, _TEMPLATE_BYTES
 
     @_numba.jit(parallel=False)
     def walk(destination: int, source: int, copied: int, filled: int, pattern: int) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 from .console import MissingExtraError
 
 #: Each is a module here with ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
-COMMANDS: Final = ("demo",)
+COMMANDS: Final = ("demo", "doctor", "bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -141,4 +141,3 @@ def _paths_check(routes: Sequence[NDArray[Any]], lengths: Sequence[int]) -> Chec
     different = [name for name, result in results.items() if result != results[next(iter(results))]]
     detail = f"{different} differ from {next(iter(results))}" if different else ", ".join(results)
     return Check(title, not different, detail)
-

@@ -60,7 +60,8 @@ def draw(path: Path, rollouts: Sequence[Rollout], batch: Any, case: Mapping[str,
     figure.savefig(path)
 
 
-def _title(axes: Any, text: str) -> None:
+def plain_axes(axes: Any, text: str) -> None:
+    """Give a panel its title, and take frame and tick marks away."""
     axes.set_title(text, loc="left", fontsize=11, weight="bold", color=INK, pad=8)
     axes.tick_params(colors=MUTED, labelcolor=INK, labelsize=9, length=0)
     for spine in axes.spines.values():
@@ -75,7 +76,7 @@ def _draw_batch(axes: Any, rollouts: Sequence[Rollout], batch: Any) -> None:
     for line in range(1, len(rollouts)):
         axes.axhline(line - 0.5, color="white", linewidth=0.8)
     count, width, layers, topk = batch.array.shape
-    _title(axes, f"The rectangle [{count}, {width}, {layers}, {topk}] {batch.array.dtype}, left-padded")
+    plain_axes(axes, f"The rectangle [{count}, {width}, {layers}, {topk}] {batch.array.dtype}, left-padded")
     axes.set_xlabel("token column", fontsize=9, color=MUTED, loc="left")
     axes.set_ylabel("trajectory", fontsize=9, color=MUTED)
     patch = require("matplotlib.patches").Patch
@@ -99,7 +100,7 @@ def _draw_load(axes: Any, batch: Any) -> None:
         colour = "white" if value > dark else INK
         axes.text(expert, layer, f"{value * 100:.0f}", ha="center", va="center", fontsize=7.5, color=colour)
     even = batch.array.shape[-1] / load.shape[1]
-    _title(axes, f"Expert load: % of captured tokens that choose it (even: {even:.0%})")
+    plain_axes(axes, f"Expert load: % of captured tokens that choose it (even: {even:.0%})")
     axes.set_xlabel("expert", fontsize=9, color=MUTED)
     axes.set_ylabel("layer", fontsize=9, color=MUTED)
     axes.set_xticks(range(load.shape[1]))
@@ -120,7 +121,7 @@ def _draw_times(axes: Any, case: Mapping[str, Any]) -> None:
     for place, value, record in zip(places, values, records, strict=True):
         note = " ms (noisy)" if record["noisy"] else " ms"
         axes.text(value + max(values) * 0.015, place, f"{value:.1f}{note}", va="center", fontsize=9, color=INK)
-    _title(axes, f"Time per step, these rollouts tiled to {size(case['nbytes'])}")
+    plain_axes(axes, f"Time per step, these rollouts tiled to {size(case['nbytes'])}")
     axes.set_yticks(places, names)
     axes.set_xlim(0, max(values) * 1.4)
     axes.set_xticks([])
