@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._checks import (
-    CANONICAL_NAMES,
     canonical_dtype,
     dummy_fits,
     experts_dtype,
@@ -21,7 +21,7 @@ from ._checks import (
 from ._memory import FreshMemory
 from ._plan import Sources, address_of
 from ._policy import Policy
-from ._sources import extent, read_missing, read_sources
+from ._sources import effective, extent, read_missing, read_sources
 
 
 class Memory(Protocol):
@@ -39,12 +39,16 @@ FRESH = FreshMemory()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A batch that passed its checks: sources, ``lengths`` int64 [batch] in tokens, masks of missing rows, dtype."""
+    """A batch that passed its checks: sources, ``lengths`` int64 [batch] in tokens, masks of missing rows, dtype.
+
+    ``also_read`` names arrays, apart from the sources, that a destination may not overlap.
+    """
 
     sources: Sources
     lengths: NDArray[np.int64]
     missing: list[NDArray[np.bool_] | None] | None
     dtype: np.dtype[Any]
+    also_read: Sequence[tuple[str, NDArray[Any]]] = ()
 
     @property
     def has_missing(self) -> NDArray[np.bool_] | None:
@@ -78,7 +82,9 @@ def read_request(
         )
     result = _result_dtype(sources, dtype, num_experts)
     dummy_fits(sources.topk, result)
-    return Request(sources, lengths, read_missing(missing, sources), result)
+    masks = read_missing(missing, sources)
+    named = [(f"missing[{index}]", mask) for index, mask in enumerate(masks or ()) if mask is not None]
+    return Request(sources, lengths, effective(masks), result, named)
 
 
 def _result_dtype(sources: Sources, dtype: object, num_experts: object) -> np.dtype[Any]:
@@ -110,10 +116,9 @@ def destination(
     """Return the indices to write (``out`` where it was given and fits), the mask, and whether pages are fresh."""
     if out is None:
         return memory.empty(shape, request.dtype, mask_shape, policy)
-    array = host_array("out", out)
+    array = host_array("out", out, str(request.dtype))
     if array.dtype != request.dtype:
-        wanted = request.dtype if array.dtype not in (np.uint8, np.int16, np.int32) else f"{request.dtype} (or dtype=)"
-        raise TypeError(f"out has dtype {array.dtype}, need {wanted}; canonical dtypes are {CANONICAL_NAMES}")
+        raise TypeError(f"out has dtype {array.dtype}, need {request.dtype} (dtype= or num_experts= fixes another)")
     if array.shape != shape:
         raise ValueError(f"out has shape {list(array.shape)}, need {list(shape)}")
     if not array.flags.c_contiguous or not array.flags.aligned:
@@ -131,9 +136,9 @@ def _refuse_overlap(out: NDArray[Any], request: Request) -> None:
     touching = (low < begin + out.nbytes) & (end > begin)
     if touching.any():
         raise ValueError(f"out overlaps routes[{int(np.argmax(touching))}], need memory of its own")
-    for index, mask in enumerate(request.missing or ()):
-        if mask is not None and np.may_share_memory(mask, out):
-            raise ValueError(f"out overlaps missing[{index}], need memory of its own")
+    for name, array in request.also_read:
+        if np.may_share_memory(array, out):
+            raise ValueError(f"out overlaps {name}, need memory of its own")
 
 
 def rows_of(array: NDArray[Any], begin: NDArray[np.int64], rows: NDArray[np.int64]) -> Sources:

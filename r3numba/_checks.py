@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Mapping, Set
 from typing import Any, Final, TypeGuard
 
 import numpy as np
@@ -32,7 +33,7 @@ def is_tensor(value: object) -> TypeGuard[Any]:
 
 def integer(name: str, value: object, minimum: int) -> int:
     """Return ``value`` as an int of at least ``minimum``; bools and floats are no integers."""
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, (bool, np.bool_)) or (is_tensor(value) and str(value.dtype) == "torch.bool"):
         raise TypeError(f"{name} is a bool, need an integer")
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # the except branch is the check
@@ -43,11 +44,25 @@ def integer(name: str, value: object, minimum: int) -> int:
     return number
 
 
-def host_array(name: str, value: object) -> NDArray[Any]:
-    """Return an ndarray or a CPU tensor as an ndarray of the same memory."""
+def sequence(name: str, value: object, need: str) -> list[Any]:
+    """Return the entries of a sequence, array or tensor; text, mappings and sets have no order that fits a batch."""
+    if isinstance(value, (str, bytes, bytearray, Mapping, Set)) or not hasattr(value, "__len__"):
+        raise TypeError(f"{name} is a {kind(value)}, need {need}")
+    try:
+        entries: list[Any] = list(value)  # type: ignore[call-overload]  # the except branch is the check
+    except TypeError:  # an array of rank 0 has __len__, too
+        raise TypeError(f"{name} is a {kind(value)} of rank 0, need {need}") from None
+    return entries
+
+
+def host_array(name: str, value: object, need: str) -> NDArray[Any]:
+    """Return an ndarray or a CPU tensor as an ndarray of the same memory; ``need`` names the dtypes."""
     if is_tensor(value):
         host_tensor(name, value)
-        return np.asarray(value.detach().numpy())
+        try:
+            return np.asarray(value.detach().numpy())
+        except (TypeError, RuntimeError):  # bfloat16 and its like, which NumPy does not have
+            raise TypeError(f"{name} has dtype {value.dtype}, need {need}") from None
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} is a MaskedArray, need an ndarray or a CPU tensor: its mask would be ignored")
     if isinstance(value, np.ndarray):
@@ -66,13 +81,9 @@ def host_tensor(name: str, tensor: Any) -> None:
 def integer_vector(name: str, values: object, count: int | None = None) -> NDArray[np.int64]:
     """Return a sequence, ndarray or CPU tensor of integers as a new int64 array of one dimension."""
     if is_tensor(values) or isinstance(values, np.ndarray):
-        array = host_array(name, values)
+        array = host_array(name, values, "integers")
     else:
-        try:
-            items = list(values)  # type: ignore[call-overload]  # the except branch is the check
-        except TypeError:
-            raise TypeError(f"{name} is a {kind(values)}, need a sequence of integers") from None
-        array = _vector_of(name, items)
+        array = _vector_of(name, sequence(name, values, "a sequence of integers"))
     if array.ndim != 1:
         raise ValueError(f"{name} has {array.ndim} dimensions, need 1")
     if array.dtype.kind not in "iu":

@@ -31,9 +31,16 @@ from . import _slices
 from ._checks import integer
 from ._plan import KERNEL_TEMPLATE_BYTES, Plan, address_of, cut_pieces
 from ._policy import DEFAULT_POLICY, PathName, Policy
-from .topology import permitted_cpus_cached, plan_threads
+from .topology import (
+    MAX_THREADS_VARIABLE,
+    NUM_THREADS_VARIABLE,
+    RESERVED_CPUS_VARIABLE,
+    permitted_cpus_cached,
+    plan_threads,
+)
 
 _BACKENDS = ("auto", "numba", "numpy")
+_THREAD_VARIABLES = (NUM_THREADS_VARIABLE, MAX_THREADS_VARIABLE, RESERVED_CPUS_VARIABLE)
 
 
 @dataclass(slots=True)
@@ -167,13 +174,14 @@ def run(
 def thread_count(nbytes: int, *, fresh: bool, num_threads: int | None, policy: Policy) -> int:
     """Return how many threads a result of ``nbytes`` gets; quotas are read only where more than one may run."""
     if num_threads is not None:
-        return min(num_threads, permitted_cpus_cached())
-    below = policy.serial_below_fresh if fresh else policy.serial_below_recycled
-    if policy.path == "slices" or (policy.path is None and kernels() is None):
-        below = max(below, policy.slices_serial_below)
-    if nbytes < below and not os.environ.get("R3NUMBA_NUM_THREADS"):
-        return 1
-    return plan_threads(nbytes, permitted_cpus_cached(), fresh=fresh, cap=policy.thread_cap)
+        return 1 if num_threads == 1 else min(num_threads, permitted_cpus_cached())
+    if not any(map(os.environ.get, _THREAD_VARIABLES)):
+        below = policy.serial_below_fresh if fresh else policy.serial_below_recycled
+        if policy.path == "slices" or (policy.path is None and kernels() is None):
+            below = max(below, policy.slices_serial_below)
+        if nbytes < below:
+            return 1
+    return plan_threads(nbytes, permitted_cpus_cached(), fresh=fresh, cap=policy.thread_cap, _policy=policy)
 
 
 def checked_num_threads(num_threads: object) -> int | None:
@@ -197,7 +205,7 @@ def _choose(module: types.ModuleType | None, threads: int, policy: Policy) -> Pa
 
 def _forced_kernels(path: PathName | None) -> types.ModuleType:
     """Return the kernels that a forced path needs although the backend is NumPy (JIT disabled), or say why not."""
-    if _kernels is None:
+    if _kernels is None or os.environ.get("R3NUMBA_BACKEND") == "numpy":
         raise ValueError(f"the path {path!r} is forced and needs Numba, but the backend here is NumPy")
     return _kernels
 

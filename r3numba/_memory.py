@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from .topology import cgroup_memory_available
 HUGE_PAGE = 2 * MEBIBYTE
 #: Indices and mask of a batch share one recycled buffer; the mask starts on a cache line of its own.
 _LINE = 64
+_ADDRESSABLE = 1 << 62  # no address space is larger, and a plan's int64 arithmetic holds below it
 
 
 def check_room(nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any], policy: Policy) -> None:
@@ -32,17 +33,21 @@ def check_room(nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any], policy
         return
     available = cgroup_memory_available()
     if available is not None and nbytes > available:
-        raise MemoryError(
-            f"a batch of shape {list(shape)} ({dtype}) needs {nbytes:,} bytes, "
-            f"but only {available:,} bytes can still be allocated here"
-        )
+        _refuse(nbytes, shape, dtype, available)
+
+
+def _refuse(nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any], available: int) -> NoReturn:
+    raise MemoryError(
+        f"a batch of shape {list(shape)} ({dtype}) needs {nbytes:,} bytes, "
+        f"but only {available:,} bytes can still be allocated here"
+    )
 
 
 def check_addressable(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise MemoryError, with both figures, for a result that no address space holds (its plan would overflow)."""
-    nbytes, most = math.prod(shape) * dtype.itemsize, 1 << 62
-    if nbytes > most:
-        raise MemoryError(f"a batch of shape {list(shape)} ({dtype}) needs {nbytes:,} bytes, need at most {most:,}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes > _ADDRESSABLE:
+        _refuse(nbytes, shape, dtype, cgroup_memory_available() or _ADDRESSABLE)
 
 
 class FreshMemory:

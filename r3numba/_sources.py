@@ -6,13 +6,14 @@ attribute once and compares dtypes by identity before it asks the table.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ._checks import CANONICAL, CANONICAL_NAMES, ITEMSIZE, host_tensor, is_tensor, kind
+from ._checks import CANONICAL, CANONICAL_NAMES, ITEMSIZE, host_tensor, is_tensor, kind, sequence
 from ._plan import Sources, address_of
 
 _REMEDY = f"need {CANONICAL_NAMES}: call compact_routes where they are captured"
@@ -28,8 +29,11 @@ def read_sources(routes: object) -> Sources:
     Entries are ndarrays or CPU tensors ``[rows, layers, topk]`` of uint8, int16 or int32, or None; entries without rows
     carry neither dtype nor shape.
     """
-    entries = _entries(routes)
+    entries = sequence("routes", routes, "a sequence with one array (or None) for each trajectory")
+    if not entries:
+        raise ValueError("routes is empty, need at least one trajectory")
     count = len(entries)
+    strided_layout = getattr(sys.modules.get("torch"), "strided", None)
     address = np.zeros(count, np.int64)
     rows = np.zeros(count, np.int64)
     itemsize = np.ones(count, np.int8)
@@ -57,7 +61,7 @@ def read_sources(routes: object) -> Sources:
                 raise TypeError(f"routes[{index}] is a MaskedArray, need an ndarray: its mask would be ignored")
             contiguous = entry.flags.c_contiguous
         else:
-            if not entry.is_cpu or entry.is_sparse:
+            if not entry.is_cpu or entry.layout is not strided_layout:
                 host_tensor(f"routes[{index}]", entry)
             contiguous = entry.is_contiguous()
         if shape[1] != layers or shape[2] != topk:
@@ -89,15 +93,6 @@ def read_sources(routes: object) -> Sources:
         topk=topk,
         dtype=CANONICAL[widest // 2],  # 1, 2 or 4 bytes
     )
-
-
-def _entries(routes: object) -> list[Any]:
-    if isinstance(routes, (str, bytes, dict)) or not hasattr(routes, "__len__"):
-        raise TypeError(f"routes is a {kind(routes)}, need a sequence with one array (or None) for each trajectory")
-    entries: list[Any] = list(routes)  # type: ignore[call-overload]  # anything with a length that iterates
-    if not entries:
-        raise ValueError("routes is empty, need at least one trajectory")
-    return entries
 
 
 def _itemsize(index: int, entry: Any) -> int:
@@ -134,12 +129,10 @@ def extent(sources: Sources) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def read_missing(missing: object, sources: Sources) -> list[NDArray[np.bool_] | None] | None:
-    """Return the masks of missing rows, C-contiguous bool [rows] or None a trajectory; None if nothing is missing."""
+    """Return the masks of missing rows as ndarrays, bool [rows] or None a trajectory; None where there are none."""
     if missing is None:
         return None
-    if isinstance(missing, (str, bytes, dict)) or not hasattr(missing, "__len__"):
-        raise TypeError(f"missing is a {kind(missing)}, need a sequence with one bool array (or None) a trajectory")
-    entries: list[Any] = list(missing)  # type: ignore[call-overload]  # anything with a length that iterates
+    entries = sequence("missing", missing, "a sequence with one bool array (or None) for each trajectory")
     if len(entries) != len(sources.rows):
         raise ValueError(f"missing has {len(entries)} entries, need {len(sources.rows)}, one for each trajectory")
     for index, entry in enumerate(entries):
@@ -157,6 +150,13 @@ def read_missing(missing: object, sources: Sources) -> list[NDArray[np.bool_] | 
             raise ValueError(
                 f"missing[{index}] has shape {list(entry.shape)}, need [{rows}], one for each captured row"
             )
-        # A mask without a missing row is no mask: the row-by-row walk is for trajectories that need it.
-        entries[index] = np.ascontiguousarray(entry) if entry.any() else None
-    return entries if any(entry is not None for entry in entries) else None
+        entries[index] = entry
+    return entries
+
+
+def effective(masks: list[NDArray[np.bool_] | None] | None) -> list[NDArray[np.bool_] | None] | None:
+    """Return the masks that hold a missing row, C-contiguous: the row-by-row walk is for trajectories that need it."""
+    if masks is None:
+        return None
+    kept = [np.ascontiguousarray(mask) if mask is not None and mask.any() else None for mask in masks]
+    return kept if any(mask is not None for mask in kept) else None

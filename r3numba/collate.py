@@ -221,8 +221,8 @@ def collate_routes(
 
 def place(
     lengths: NDArray[np.int64], padding: object, starts: object, max_length: object
-) -> tuple[NDArray[np.int64], int]:
-    """Return the column of each token 0, int64 [batch], and the rectangle's width in tokens."""
+) -> tuple[NDArray[np.int64] | None, int]:
+    """Return the column of each token 0, int64 [batch] (None = padded on the left), and the width in tokens."""
     if not (padding is None or isinstance(padding, str)):
         raise TypeError(f"padding is a {kind(padding)}, need 'left' or 'right'")
     if padding not in (None, "left", "right"):
@@ -236,9 +236,10 @@ def place(
         not_negative("starts", columns)
         ends = columns + lengths
         if int(ends.min()) < 0:  # the sum wrapped
-            index = int(np.argmin(ends))
+            index, most = int(np.argmin(ends)), int(np.iinfo(np.int64).max)
             raise ValueError(
-                f"starts[{index}] is {int(columns[index])}, need less than 2^63 - sequence_lengths[{index}]"
+                f"starts[{index}] is {int(columns[index])}, need at most {most - int(lengths[index])} "
+                f"for a sequence of {int(lengths[index])} tokens"
             )
     width = int(ends.max())
     if max_length is not None:
@@ -247,14 +248,14 @@ def place(
             index = int(np.argmax(ends > asked))
             raise ValueError(f"max_length is {asked}, need at least {int(ends[index])} for trajectory {index}")
         width = asked
-    if columns is None:
-        columns = np.zeros_like(lengths) if padding == "right" else width - lengths
+    if padding == "right":
+        columns = np.zeros_like(lengths)
     return columns, width
 
 
 def write_rectangle(
     request: Request,
-    columns: NDArray[np.int64],
+    columns: NDArray[np.int64] | None,
     width: int,
     out: object,
     num_threads: object,
@@ -267,6 +268,8 @@ def write_rectangle(
     batch = len(sources.rows)
     shape = (batch, width, sources.layers, sources.topk)
     check_addressable(shape, request.dtype)
+    if columns is None:
+        columns = width - request.lengths
     array, mask, fresh = destination(out, shape, shape[:2], request, memory, policy)
     plan = row_major(sources, np.arange(batch + 1) * width, columns, request.dtype, request.missing)
     execute(plan, array.reshape(-1), mask.reshape(-1), fresh=fresh, num_threads=threads, policy=policy)

@@ -114,7 +114,7 @@ def compact_routes(
     policy = _policy or policy_from_environment()
     if is_tensor(routes) and routes.device.type != "cpu":
         return _compact_on_device(routes, num_experts, missing, copy)
-    array = host_array("routes", routes)
+    array = host_array("routes", routes, "integers")
     result, absent = _compact_array(array, num_experts, missing, copy, policy)
     given: Any = result
     if is_tensor(routes):

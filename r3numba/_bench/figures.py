@@ -61,15 +61,20 @@ def fastest(case: Case, arms: Iterable[str]) -> str | None:
     return min((arm for arm in arms if arm in case["arms"]), key=lambda arm: case["arms"][arm]["median"], default=None)
 
 
-def noisy_arms(record: Mapping[str, Any]) -> list[str]:
-    """Return ``case: arm`` for each timing without one quiet repetition."""
+def noisy_arms(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """Return, for each batch with a timing that has no quiet repetition: its name, how many, and of how many."""
     cases = [*record["cases"], *record["others"], *filter(None, [record["skewed"]]), *record["tiny"]["cases"]]
-    return [
-        f"{case.get('name') or case['trajectories']}: {name}"
-        for case in cases
-        for name, timing in case["arms"].items()
-        if timing["noisy"]
-    ]
+    counts = [(case["name"], sum(arm["noisy"] for arm in case["arms"].values()), len(case["arms"])) for case in cases]
+    return [count for count in counts if count[1]]
+
+
+def noise_text(record: Mapping[str, Any]) -> str:
+    """Return one sentence on how quiet the run was."""
+    found = noisy_arms(record)
+    if not found:
+        return "Every timing has quiet repetitions."
+    where = "; ".join(f"{name}: {noisy} of {count}" for name, noisy, count in found)
+    return f"Timings without one quiet repetition (other processes had our CPUs; not to be trusted): {where}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ def _tiny_targets(cases: Sequence[Case]) -> list[Target]:
     excess = [case["overhead"] - OVERHEAD_CALL - OVERHEAD_TRAJECTORY * case["trajectories"] for case in cases]
     shown = ", ".join(f"{case['overhead'] * 1e6:.0f}/{case['trajectories']}" for case in cases)
     noisy = any(case["arms"][name]["noisy"] for case in cases for name in ("default", "bare"))
-    needed = f"+ {OVERHEAD_CALL * 1e6:.0f} us + {OVERHEAD_TRAJECTORY * 1e6:.1f} us a trajectory"
+    needed = f"{OVERHEAD_CALL * 1e6:+.0f} us + {OVERHEAD_TRAJECTORY * 1e6:.1f} us a trajectory"
     met = max(excess) <= 0 if excess else None
     return [*rows, Target("10 KB to 2 MB (us/trajectories)", "bare slices", needed, shown, met, noisy)]
 
@@ -155,10 +160,10 @@ def _tiny_targets(cases: Sequence[Case]) -> list[Target]:
 def _peak_target(peak: Mapping[str, Any]) -> Target:
     figures = [peak[key] - peak["result"] for key in ("resident", "allocated") if peak[key] is not None]
     extra = max(figures)
-    return Target("peak memory of a call", "its result", "+ 1 MiB", f"+ {extra / 1024:.0f} KiB", extra <= PEAK_EXTRA)
+    return Target("peak memory of a call", "its result", "+1 MiB", f"{extra / 1024:+.0f} KiB", extra <= PEAK_EXTRA)
 
 
 def _import_target(medians: Mapping[str, float]) -> Target:
     extra = medians["r3numba"] - medians["numpy"]
-    needed = f"+ {IMPORT_EXTRA * 1e3:.0f} ms"
-    return Target("import r3numba", "numpy alone", needed, f"+ {extra * 1e3:.1f} ms", extra <= IMPORT_EXTRA)
+    needed = f"{IMPORT_EXTRA * 1e3:+.0f} ms"
+    return Target("import r3numba", "numpy alone", needed, f"{extra * 1e3:+.1f} ms", extra <= IMPORT_EXTRA)

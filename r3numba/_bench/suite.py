@@ -118,7 +118,7 @@ def run_case(
     with Workbench(batch) as work, Limit(batch.copied_bytes, batch.nbytes - batch.copied_bytes) as limit:
         tasks = [Task(arm.name, _bound(arm, work), batch.nbytes if arm.cold else 0) for arm in arms]
         limits = limit.tasks(limit_threads)
-        progress.section(f"{batch.nbytes / 1e9:.1f} GB, {batch.name}", (len(tasks) + len(limits)) * (repeat + 1))
+        progress.section(f"{batch.nbytes / 1e9:.2g} GB, {batch.name}", (len(tasks) + len(limits)) * (repeat + 1))
         ran = {}
         for arm in check_equal(work, arms):
             ran[arm.name] = dict(backend_info()) if arm.ours else None
@@ -128,7 +128,7 @@ def run_case(
             progress.step("limit")
         timings = measure([*tasks, *limits], repeat, step=progress.step)
     return {
-        "name": batch.name,
+        "name": f"{batch.name}, {batch.nbytes / 1e9:.2g} GB",
         "nbytes": batch.nbytes,
         "copied_bytes": batch.copied_bytes,
         "result_shape": list(batch.result_shape),
@@ -184,6 +184,7 @@ def _tiny(settings: Settings, progress: Progress) -> dict[str, Any]:
             tasks = [Task(a.name, _bound(a, work), 0, calls_for(_bound(a, work), _TINY_SECONDS)) for a in arms]
             timings = measure(tasks, settings.repeat, step=progress.step)
         cases.append({
+            "name": f"tiny {batch.name}",
             "trajectories": trajectories,
             "tokens": tokens,
             "nbytes": batch.nbytes,

@@ -25,7 +25,7 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
     host = record["host"]
     left = 0.35 / (3.4 + 4.6 * panels)
     title = "Routes to the training batch: milliseconds per step"
-    subtitle = f"{host['cpu']}, {host['permitted_cpus']} CPUs; {record['date'][:10]}; medians and quartiles"
+    subtitle = f"{host['cpu']}, {host['permitted_cpus']} CPUs; {record['date'][:10]}; medians and quartiles; grey figures: noisy"
     figure.text(left, 0.965, title, fontsize=17, weight="bold", color=INK)
     figure.text(left, 0.943, subtitle, fontsize=10.5, color=MUTED)
     for column, case in enumerate(cases):
@@ -55,15 +55,16 @@ def _draw_case(axes: Any, case: Mapping[str, Any], *, names: bool) -> None:
         edge = max(value, arm["quartiles"][1] * 1e3)
         axes.text(edge + max(values) * 0.02, place, f"{milliseconds(value / 1e3)}{share}", va="center", fontsize=9,
                   color=MUTED if arm["noisy"] else INK)  # fmt: skip
-    plain_axes(axes, f"{size(case['nbytes'])}  ({case['name']})")
+    plain_axes(axes, case["name"])
     labels = [f"{arm['label']}, {threads_of(arm)} thread{'s' if threads_of(arm) > 1 else ''}" for arm in arms]
     axes.set_yticks(places, labels if names else [])
     axes.set_xticks([])
     axes.set_xlim(0, max(*values, *(arm["quartiles"][1] * 1e3 for arm in arms)) * 1.3)
-    axes.invert_yaxis()
+    axes.set_ylim(len(arms) - 0.4, -0.6)
     if names:
-        axes.plot([], [], color=UNCAPTURED, linewidth=1.6, label="this host's limit; % = share of it that we reach")
-        axes.legend(loc="lower right", frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.2)
+        axes.plot([], [], color=UNCAPTURED, linewidth=1.6, label="this host's limit (%: the share of it that we reach)")
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.01), frameon=False, fontsize=9, labelcolor=INK,
+                    borderaxespad=0)  # fmt: skip
 
 
 def _draw_tiny(axes: Any, tiny: Mapping[str, Any]) -> None:
@@ -76,7 +77,14 @@ def _draw_tiny(axes: Any, tiny: Mapping[str, Any]) -> None:
         at = [place + (index - (len(names) - 1) / 2) * width for place in places]
         axes.bar(at, heights, width * 0.92, color=_LINES[name], label=cases[0]["arms"][name]["label"])
         for x, height in zip(at, heights, strict=True):
-            axes.text(x, height * 1.06, f"{height:.0f}", ha="center", fontsize=8, color=INK)
+            axes.text(
+                x,
+                height * 1.06,
+                f"{height / 1e3:.1f}k" if height >= 9999.5 else f"{height:.0f}",
+                ha="center",
+                fontsize=8,
+                color=INK,
+            )
     plain_axes(axes, "Tiny batches: microseconds a call (logarithmic)")
     axes.set_yscale("log")
     axes.set_yticks([])

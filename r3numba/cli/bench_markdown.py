@@ -27,8 +27,8 @@ def _lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         f"`{record['command']}`, {record['date'][:10]}: {host['cpu']}, {host['permitted_cpus']} CPUs, huge pages "
-        f"{host['huge_pages']}; {versions}. Medians of {record['settings']['repeat']} quiet repetitions, all arms "
-        "interleaved in one process, torch at 1 thread."
+        f"{host['huge_pages']}; {versions}. Medians, all arms interleaved in one "
+        f"process, torch at 1 thread. {figures.noise_text(record)}"
     )
     yield ""
     yield from _table(

@@ -50,9 +50,7 @@ def print_report(out: Any, record: Mapping[str, Any]) -> None:
     for line in process_lines(record):
         out.print(line)
     out.print(target_table(record))
-    noisy = figures.noisy_arms(record)
-    if noisy:
-        out.print(f"[yellow]Noisy, without one quiet repetition: {'; '.join(noisy)}[/]")
+    out.print(figures.noise_text(record))
 
 
 def host_lines(host: Mapping[str, Any]) -> Iterator[str]:
@@ -73,8 +71,7 @@ def case_title(case: Case) -> str:
     count, width, layers, topk = case["result_shape"]
     filled = 1 - case["copied_bytes"] / case["nbytes"]
     return (
-        f"{size(case['nbytes'])}, {case['name']}: {count} x {width} tokens x {layers} layers x top-{topk} "
-        f"{case['dtype']}, {filled:.0%} dummies"
+        f"{case['name']}: {count} x {width} tokens x {layers} layers x top-{topk} {case['dtype']}, {filled:.0%} dummies"
     )
 
 
@@ -146,7 +143,7 @@ def others_table(record: Mapping[str, Any]) -> Any:
         times = (figures.median(case, name) for name in labels)
         share = figures.share_of_limit(case, figures.ours_cold(case))
         rows.append((
-            f"{case['name']}, {size(case['nbytes'])}",
+            case["name"],
             *("" if value is None else milliseconds(value) for value in times),
             "" if share is None else f"{share:.0%}",
         ))  # fmt: skip
