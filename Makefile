@@ -28,6 +28,16 @@ doctor: setup
 bench: setup
 	$(RUN) -m r3numba.cli bench
 
+# Heavy peers live in an environment of their own (about 2 GB); the trainers install without their CUDA dependencies.
+.venv-peers/.stamp: scripts/peers_requirements.txt constraints.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install -q -c constraints.txt -r scripts/peers_requirements.txt
+	.venv-peers/bin/pip install -q --no-deps verl==0.9.1 skyrl==0.3.0 megatron-core==0.16.1
+	touch $@
+
+peers: .venv-peers/.stamp
+	PYTHONPATH=. .venv-peers/bin/python scripts/peers.py
+
 soak: setup
 	$(RUN) scripts/soak.py
 
