@@ -28,6 +28,20 @@ doctor: setup
 bench: setup
 	$(RUN) -m r3numba.cli bench
 
+# The last commits, each in an environment of its own (CPU torch pinned there too), then pages in .asv/html.
+asv: setup
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv/bin/asv machine --yes
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv/bin/asv run --launch-method spawn --skip-existing-successful HEAD~3..HEAD
+	.venv/bin/asv publish
+
+asv-smoke: setup
+	.venv/bin/asv machine --yes
+	R3NUMBA_ASV_SMALL=1 R3NUMBA_CACHE=1 ASV_PYTHONPATH=$(CURDIR) .venv/bin/asv run --python=same --quick --show-stderr \
+		--launch-method spawn
+
+bench-table: setup
+	$(RUN) -m r3numba.cli bench --json docs/bench.json --plot docs/bench.png --markdown README.md
+
 # Heavy peers live in an environment of their own (about 2 GB); the trainers install without their CUDA dependencies.
 .venv-peers/.stamp: scripts/peers_requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv-peers
