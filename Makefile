@@ -40,7 +40,8 @@ asv-smoke: setup
 		--launch-method spawn
 
 bench-table: setup
-	$(RUN) -m r3numba.cli bench --json docs/bench.json --plot docs/bench.png --markdown README.md
+	$(RUN) -m r3numba.cli bench --json docs/benchmarks.json --plot docs/benchmarks.png --markdown docs/benchmarks.md
+	$(RUN) scripts/readme_table.py
 
 # Heavy peers live in an environment of their own (about 2 GB); the trainers install without their CUDA dependencies.
 .venv-peers/.stamp: scripts/peers_requirements.txt constraints.txt

@@ -125,8 +125,8 @@ def cut_pieces(plan: Plan, out: NDArray[Any], threads: int, align: int) -> NDArr
     """Return the work items, int64 [pieces, 3]: first row, end row, and the span that the first row lies in.
 
     Pieces hold equal bytes, whole multiples of ``align`` in the addresses of ``out`` (rounded to rows), and are
-    **dealt** like cards: both executors give each thread a contiguous run of items, so that thread t gets pieces t, t + threads, ... and
-    long trajectories that lie side by side fall to all of them.
+    **dealt** like cards: both executors give each thread a contiguous run of items, so that thread t gets pieces t,
+    t + threads, ... and long trajectories that lie side by side fall to all of them.
     """
     total = plan.total_rows
     if threads == 1 or total < 2:
