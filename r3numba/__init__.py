@@ -13,6 +13,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ._dispatch import backend_info as backend_info
     from ._warmup import warmup as warmup
+    from .audit import CorruptRoutesError as CorruptRoutesError
+    from .audit import RouteAudit as RouteAudit
+    from .audit import RouteMismatch as RouteMismatch
+    from .audit import audit_routes as audit_routes
+    from .audit import compare_routes as compare_routes
     from .collate import RouteBatch as RouteBatch
     from .collate import collate_routes as collate_routes
     from .collator import RouteCollator as RouteCollator
@@ -23,6 +28,11 @@ if TYPE_CHECKING:
     from .routes import dummy_routes as dummy_routes
 
 _HOME = {
+    "CorruptRoutesError": "audit",
+    "RouteAudit": "audit",
+    "RouteMismatch": "audit",
+    "audit_routes": "audit",
+    "compare_routes": "audit",
     "PackedRoutes": "pack",
     "RouteBatch": "collate",
     "RouteCollator": "collator",
