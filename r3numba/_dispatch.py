@@ -159,7 +159,8 @@ def run(
 ) -> None:
     """Do the work items ``pieces`` on the path of the policy, on at most ``threads`` threads, and record what ran.
 
-    ``twin`` and ``kernel`` name functions of the module ``home`` that take ``(pieces, *arguments)``; ``slices`` takes pieces.
+    ``twin`` and ``kernel`` name functions of the module ``home`` that take ``(pieces, *arguments)``; ``slices``
+    takes the pieces alone.
     """
     module = kernels()
     path = _choose(module, threads, policy)

@@ -24,8 +24,8 @@ from ._tally import COLUMNS, DUPLICATE, RANGE, REPEATED, ZERO, ZERO_ROW
 
 #: Rows from which a repeated row counts as stale; reports tell of tens of them, and greedy loops stay below.
 LONG_RUN: Final = 32
-#: Rows are moved, then audited while they lie in cache, in blocks of this: 64 KiB cost a collation into fresh memory 15 to
-#: 27 %, 256 KiB 10 %, 1 MiB 7 % (403 MB of uint8, one thread); source and copy of 256 KiB still fit any L2.
+#: Rows are moved, then audited while they lie in cache, in blocks of this: 64 KiB cost a collation into fresh memory 15
+#: to 27 %, 256 KiB 10 %, 1 MiB 7 % (403 MB of uint8, one thread); source and copy of 256 KiB still fit any L2.
 AUDIT_BLOCK_BYTES: Final = 256 << 10
 
 
@@ -83,7 +83,7 @@ class RouteAudit:
     findings : tuple of AuditFinding
         By trajectory; empty where nothing is wrong.
     trajectories, rows, layers, topk : int
-        What was audited; ``rows`` of all trajectories together, ``layers`` without those that ``moe_layers`` leaves out.
+        What was audited; ``rows`` over all trajectories, ``layers`` without those that ``moe_layers`` leaves out.
     blind_spots : tuple of str
         What this audit could not see.
 
@@ -288,8 +288,8 @@ def audit_routes(
 
     Notes
     -----
-    Nothing is copied. Thread-safe; the GIL is released. In a training step, ``collate_routes(..., audit=True)`` does the
-    same in the pass that copies.
+    Nothing is copied. Thread-safe; the GIL is released. In a training step, ``collate_routes(..., audit=True)`` does
+    the same in the pass that copies.
 
     Examples
     --------
