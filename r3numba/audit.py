@@ -19,7 +19,7 @@ from ._checks import host_array, integer, is_tensor, sequence
 from ._plan import Plan, Sources, address_of, cut_pieces, row_major
 from ._policy import Policy, policy_from_environment
 from ._slices import move_pieces
-from ._sources import read_sources
+from ._sources import effective, read_missing, read_sources
 from ._tally import COLUMNS, DUPLICATE, RANGE, REPEATED, ZERO, ZERO_ROW
 
 #: Rows from which a repeated row counts as stale; reports tell of tens of them, and greedy loops stay below.
@@ -263,7 +263,12 @@ def _segments(plan: Plan, pieces: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def audit_routes(
-    routes: Any, *, num_experts: int | None = None, moe_layers: Any = None, _policy: Policy | None = None
+    routes: Any,
+    *,
+    num_experts: int | None = None,
+    moe_layers: Any = None,
+    missing: Any = None,
+    _policy: Policy | None = None,
 ) -> RouteAudit:
     """Count what is wrong with captured routes, in one pass.
 
@@ -275,6 +280,8 @@ def audit_routes(
         Experts of a layer; without it the dtype is the only bound.
     moe_layers : bool ``[layers]``, optional
         Which layers have experts; dense ones are all zero by design and are left out. By default all.
+    missing : sequence of None or bool ``[rows]``, optional
+        Rows that the engine did not record, trajectory by trajectory; they are not audited.
 
     Returns
     -------
@@ -302,7 +309,7 @@ def audit_routes(
     if single and routes.ndim == 3:
         routes = [routes]
     sources = read_sources(routes)
-    plan = source_plan(sources)
+    plan = source_plan(sources, effective(read_missing(missing, sources)))
     options = read_options(sources, num_experts, moe_layers)
     nbytes = plan.total_rows * plan.row_bytes
     threads = _dispatch.thread_count(nbytes, fresh=False, num_threads=None, policy=policy)
@@ -316,11 +323,11 @@ def audit_routes(
     return report(plan, task, pieces)
 
 
-def source_plan(sources: Sources) -> Plan:
+def source_plan(sources: Sources, missing: list[NDArray[np.bool_] | None] | None) -> Plan:
     """Return the plan whose destination rows are the source rows, end to end."""
     bounds = np.zeros(len(sources.rows) + 1, np.int64)
     np.cumsum(sources.rows, out=bounds[1:])
-    return row_major(sources, bounds, np.zeros(len(sources.rows), np.int64), sources.dtype)
+    return row_major(sources, bounds, np.zeros(len(sources.rows), np.int64), sources.dtype, missing)
 
 
 @dataclass(frozen=True, slots=True)

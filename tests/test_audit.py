@@ -84,8 +84,7 @@ def check(routes, num_experts=None, moe=None, missing=None, **policy):
         forced = paths.forced(path, **{**paths.TINY_PIECES, **policy})
         options = {"num_experts": num_experts, "moe_layers": moe, "_policy": forced}
         reports = []
-        if missing is None:
-            reports.append(audit_routes(routes, **options))
+        reports.append(audit_routes(routes, missing=missing, **options))
         plain = collate_routes(routes, lengths, missing=missing, dtype=np.int32)
         for threads in (1, 3):
             both = {**options, "num_experts": None, "dtype": np.int32, "missing": missing, "audit": True}
