@@ -28,6 +28,31 @@ doctor: setup
 bench: setup
 	$(RUN) -m r3numba.cli bench
 
+# The last commits, each in an environment of its own (CPU torch pinned there too), then pages in .asv/html.
+asv: setup
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv/bin/asv machine --yes
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt .venv/bin/asv run --launch-method spawn --skip-existing-successful HEAD~3..HEAD
+	.venv/bin/asv publish
+
+asv-smoke: setup
+	.venv/bin/asv machine --yes
+	R3NUMBA_ASV_SMALL=1 R3NUMBA_CACHE=1 ASV_PYTHONPATH=$(CURDIR) .venv/bin/asv run --python=same --quick --show-stderr \
+		--launch-method spawn
+
+bench-table: setup
+	$(RUN) -m r3numba.cli bench --json docs/benchmarks.json --plot docs/benchmarks.png --markdown docs/benchmarks.md
+	$(RUN) scripts/readme_table.py
+
+# Heavy peers live in an environment of their own (about 2 GB); the trainers install without their CUDA dependencies.
+.venv-peers/.stamp: scripts/peers_requirements.txt constraints.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install -q -c constraints.txt -r scripts/peers_requirements.txt
+	.venv-peers/bin/pip install -q --no-deps verl==0.9.1 skyrl==0.3.0 megatron-core==0.16.1
+	touch $@
+
+peers: .venv-peers/.stamp
+	PYTHONPATH=. .venv-peers/bin/python scripts/peers.py
+
 soak: setup
 	$(RUN) scripts/soak.py
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from . import _slices
 from ._checks import integer
-from ._plan import KERNEL_TEMPLATE_BYTES, Plan, address_of, cut_pieces
+from ._plan import KERNEL_TEMPLATE_BYTES, Plan, cut_pieces, dummy_block
 from ._policy import DEFAULT_POLICY, PathName, Policy
 from .topology import (
     MAX_THREADS_VARIABLE,
@@ -125,7 +125,7 @@ def execute(
     """
     threads = thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
     run(
-        cut_pieces(plan, address_of(out), threads, policy.piece_align), threads, policy,
+        cut_pieces(plan, out, threads, policy.piece_align), threads, policy,
         twin="move_serial", kernel="move_parallel", arguments=move_arguments(plan, out, mask),
         slices=lambda pieces: _slices.move_pieces(plan, pieces, out, mask),
     )  # fmt: skip
@@ -133,7 +133,7 @@ def execute(
 
 def move_arguments(plan: Plan, out: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[Any, ...]:
     """Return what the kernels that move take after their pieces."""
-    dummies = plan.dummy_block(KERNEL_TEMPLATE_BYTES).reshape(-1)
+    dummies = dummy_block(len(plan.layer_of), plan.sources.topk, plan.dtype, KERNEL_TEMPLATE_BYTES).reshape(-1)
     return (out, mask, dummies, *source_arguments(plan), plan.row_stride, plan.layer_stride)
 
 
@@ -190,9 +190,10 @@ def thread_count(nbytes: int, *, fresh: bool, num_threads: int | None, policy: P
         return 1 if num_threads == 1 else min(num_threads, permitted_cpus_cached())
     if not any(map(os.environ.get, _THREAD_VARIABLES)):
         below = policy.serial_below_fresh if fresh else policy.serial_below_recycled
-        if policy.path == "slices" or (policy.path is None and kernels() is None):
-            below = max(below, policy.slices_serial_below)
         if nbytes < below:
+            return 1
+        slices = policy.path == "slices" or (policy.path is None and kernels() is None)
+        if slices and nbytes < policy.slices_serial_below:
             return 1
     return plan_threads(nbytes, permitted_cpus_cached(), fresh=fresh, cap=policy.thread_cap, _policy=policy)
 

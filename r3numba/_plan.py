@@ -11,6 +11,7 @@ plan; the executors in ``_kernels`` and ``_slices`` stay as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +27,8 @@ PIECE_UNITS: Final = 2
 #: enough that the interpreter's part of an assignment does not count.
 KERNEL_TEMPLATE_BYTES: Final = 16 << 10
 SLICES_TEMPLATE_BYTES: Final = 256 << 10
+
+_NO_ADDRESSES: Final = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,17 @@ class Plan:
         """Return the bytes that one destination row takes over all its layers."""
         return len(self.layer_of) * self.sources.topk * self.dtype.itemsize
 
-    def dummy_block(self, nbytes: int) -> NDArray[Any]:
-        """Return the template of the fills: ``[n, layers, topk]`` dummy rows, at least one and about ``nbytes``."""
-        count = max(1, min(nbytes // self.row_bytes, self.total_rows))
-        block = np.empty((count, len(self.layer_of), self.sources.topk), self.dtype)
-        block[:] = np.arange(self.sources.topk, dtype=self.dtype)
-        return block
+
+@functools.lru_cache(maxsize=4)
+def dummy_block(layers: int, topk: int, dtype: np.dtype[Any], nbytes: int) -> NDArray[Any]:
+    """Return the template of the fills: read-only dummy rows ``[n, layers, topk]``, at least one and about ``nbytes``.
+
+    A constant, so it is kept (a call of a few rows would spend a fifth of its time on it); nothing can write to it.
+    """
+    block = np.empty((max(1, nbytes // (layers * topk * dtype.itemsize)), layers, topk), dtype)
+    block[:] = np.arange(topk, dtype=dtype)
+    block.flags.writeable = False
+    return block
 
 
 def row_major(
@@ -92,7 +100,7 @@ def row_major(
 ) -> Plan:
     """Return the plan of a rectangle or a pack: rows ``[layers, topk]`` one after the other."""
     if missing is None:
-        addresses = np.empty(0, np.int64)
+        addresses = _NO_ADDRESSES
     else:
         addresses = np.array([0 if mask is None else address_of(mask) for mask in missing], np.int64)
     return Plan(
@@ -113,17 +121,17 @@ def address_of(array: NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def cut_pieces(plan: Plan, base_address: int, threads: int, align: int) -> NDArray[np.int64]:
+def cut_pieces(plan: Plan, out: NDArray[Any], threads: int, align: int) -> NDArray[np.int64]:
     """Return the work items, int64 [pieces, 4]: first row, end row, the span of the first row, and the item's number.
 
-    Pieces hold equal bytes, whole multiples of ``align`` in addresses (rounded to rows), and are **dealt** like cards:
-    both executors give each thread a contiguous run of items, so that thread t gets pieces t, t + threads, ... and
-    long trajectories that lie side by side fall to all of them.
+    Pieces hold equal bytes, whole multiples of ``align`` in the addresses of ``out`` (rounded to rows), and are
+    **dealt** like cards: both executors give each thread a contiguous run of items, so that thread t gets pieces t,
+    t + threads, ... and long trajectories that lie side by side fall to all of them.
     """
     total = plan.total_rows
     if threads == 1 or total < 2:
         return np.array([[0, total, 0, 0]])
-    nbytes = total * plan.row_bytes
+    nbytes, base_address = total * plan.row_bytes, address_of(out)
     step = min(max(1, nbytes // (threads * PIECES_A_THREAD * align)), PIECE_UNITS) * align
     begin = base_address // align * align + step
     inner = -(-(np.arange(begin, base_address + nbytes, step) - base_address) // plan.row_bytes)

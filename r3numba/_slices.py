@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._checks import is_tensor
-from ._plan import SLICES_TEMPLATE_BYTES, Plan
+from ._plan import SLICES_TEMPLATE_BYTES, Plan, dummy_block
 
 
 def move_pieces(plan: Plan, pieces: NDArray[np.int64], out: NDArray[Any], mask: NDArray[np.bool_]) -> None:
     """Write destination rows and padding mask of each of the ``pieces``; ``out`` is the flat destination."""
     size = out.itemsize
-    dummies = plan.dummy_block(SLICES_TEMPLATE_BYTES)
+    dummies = dummy_block(len(plan.layer_of), plan.sources.topk, plan.dtype, SLICES_TEMPLATE_BYTES)
     target = np.lib.stride_tricks.as_strided(
         out,
         (plan.total_rows, len(plan.layer_of), plan.sources.topk),

@@ -47,7 +47,8 @@ def read_sources(routes: object) -> Sources:
             continue
         array = isinstance(entry, np.ndarray)
         if not array and not is_tensor(entry):
-            raise TypeError(f"routes[{index}] is a {kind(entry)}, need an ndarray, a CPU tensor or None")
+            hint = ": np.asarray(rows, np.uint8) makes one" if isinstance(entry, (list, tuple)) else ""
+            raise TypeError(f"routes[{index}] is a {kind(entry)}, need an ndarray, a CPU tensor or None{hint}")
         shape = entry.shape
         if len(shape) and shape[0] == 0:
             continue

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from . import _dispatch
 from ._audit_slices import audit_pieces
 from ._checks import host_array, integer, is_tensor, sequence
-from ._plan import Plan, Sources, address_of, cut_pieces, row_major
+from ._plan import Plan, Sources, cut_pieces, row_major
 from ._policy import Policy, policy_from_environment
 from ._slices import move_pieces
 from ._sources import effective, read_missing, read_sources
@@ -186,7 +186,7 @@ def execute_audited(
 ) -> RouteAudit:
     """Do what ``_dispatch.execute`` does, and audit each block of rows while it lies in cache."""
     threads = _dispatch.thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
-    pieces = cut_pieces(plan, address_of(out), threads, policy.piece_align)
+    pieces = cut_pieces(plan, out, threads, policy.piece_align)
     task = new_task(plan, pieces, options)
     block = max(1, AUDIT_BLOCK_BYTES // plan.row_bytes)
 
@@ -313,7 +313,7 @@ def audit_routes(
     options = read_options(sources, num_experts, moe_layers)
     nbytes = plan.total_rows * plan.row_bytes
     threads = _dispatch.thread_count(nbytes, fresh=False, num_threads=None, policy=policy)
-    pieces = cut_pieces(plan, 0, threads, policy.piece_align)
+    pieces = cut_pieces(plan, plan.bounds, threads, policy.piece_align)  # nothing is written: any address
     task = new_task(plan, pieces, options)
     _dispatch.run(
         pieces, threads, policy, twin="audit_serial", kernel="audit_parallel", home="_audit_kernels",

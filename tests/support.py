@@ -64,6 +64,19 @@ def captured(rows, layers=2, topk=4, dtype=np.uint8, seed=0):
     return routes
 
 
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def misaligned(array):
+    """Return a copy whose elements begin one byte past where the dtype wants them."""
+    raw = np.zeros(array.nbytes + 1, np.uint8)
+    moved = raw[1:].view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    return moved
+
+
 def batch_of(rows, layers=2, topk=4, dtypes=(np.uint8,), seed=0):
     """Return one array a trajectory; the dtypes take turns."""
     return [
@@ -127,6 +140,15 @@ CALLS = {
 }
 
 
+PLACES = (0, 2, 4)
+every_call = pytest.mark.parametrize("call", CALLS)
+every_place = pytest.mark.parametrize("place", PLACES)
+
+
+def replaced(values, place, value):
+    return [*values[:place], value, *values[place + 1 :]]
+
+
 def packed(**options):
     """Return the pack of the batch that is accepted."""
     return pack_routes(batch_of(ROWS), LENGTHS, **options)
@@ -174,7 +196,7 @@ def _readable(tensor):
 
 SHAPE = (2, 2, 4)
 REMEDY = "need uint8, int16 or int32: call compact_routes"
-PAST = r"^a batch of shape .* needs [\d,]{20,} bytes, need at most [\d,]{20,}$"
+PAST = r"^a batch of shape .* needs [\d,]{20,} bytes, but only [\d,]+ bytes can still be allocated here$"
 INT16 = batch_of(ROWS, dtypes=(np.uint8, np.uint8, np.int16))
 #: One entry of ``routes``.
 ENTRIES = {
@@ -227,7 +249,7 @@ NUMBERS = {
 VECTORS = {
     "none": (None, TypeError, "is a NoneType, need a sequence of integers"),
     "number": (6, TypeError, "is a int, need a sequence of integers"),
-    "text": ("45664", TypeError, r"\[0\] is a str, need an integer"),
+    "text": ("45664", TypeError, "is a str, need a sequence of integers"),
     "bytes": (b"\6\6\6\6\6", TypeError, "is a bytes, need a sequence"),
     "dict": (dict.fromkeys([6, 7, 8, 9, 10]), TypeError, "is a dict, need a sequence"),
     "set": ({6, 7, 8, 9, 10}, TypeError, "is a set, need a sequence"),
@@ -241,18 +263,6 @@ VECTORS = {
     "many": (np.full(6, 6), ValueError, "has 6 entries, need 5, one for each trajectory"),
     "empty": ([], ValueError, "has 0 entries, need 5"),
     "past-2^63": (np.full(5, 2**63, np.uint64), ValueError, r"\[0\] is 9223372036854775808, need less than 2\^63"),
-}
-#: One entry of ``missing``.
-MASKS = {
-    "list": ([True, False, True], TypeError, "is a list, need a bool array or None"),
-    "bool": (True, TypeError, "is a bool, need a bool array or None"),
-    "uint8": (np.ones(5, np.uint8), TypeError, "has dtype uint8, need bool"),
-    "float": (np.ones(5), TypeError, "has dtype float64, need bool"),
-    "masked": (np.ma.ones(5, bool), TypeError, "is a MaskedArray, need a bool array or None"),
-    "short": (np.ones(1, bool), ValueError, r"has shape \[1\], need \[\d\], one for each captured row"),
-    "long": (np.ones(6, bool), ValueError, r"has shape \[6\], need \[\d\], one for each captured row"),
-    "rank-2": (np.ones((5, 1), bool), ValueError, r"has shape \[5, 1\], need \[\d\]"),
-    "rank-0": (np.array(True), ValueError, r"has shape \[\], need \[\d\]"),
 }
 #: Options that place the trajectories of a rectangle.
 PLACEMENTS = {
@@ -304,3 +314,22 @@ OPTIONS = {
     "float-threads": ({"num_threads": 2.0}, TypeError, "^num_threads is a float, need an integer"),
     "text-threads": ({"num_threads": "2"}, TypeError, "^num_threads is a str, need an integer"),
 }
+
+
+OUTS = {
+    "list": (lambda shape: [[1]], TypeError, "^out is a list, need an ndarray or a CPU tensor"),
+    "batch": (lambda shape: packed(), TypeError, "^out is a PackedRoutes, need an ndarray"),
+    "masked": (lambda shape: np.ma.zeros(shape, np.uint8), TypeError, "^out is a MaskedArray, need an ndarray"),
+    "wider": (lambda shape: np.zeros(shape, np.int16), TypeError, "^out has dtype int16, need uint8"),
+    "int8": (lambda shape: np.zeros(shape, np.int8), TypeError, "^out has dtype int8, need uint8"),
+    "bool": (lambda shape: np.zeros(shape, bool), TypeError, "^out has dtype bool, need uint8"),
+    "float": (lambda shape: np.zeros(shape), TypeError, "^out has dtype float64, need uint8"),
+    "more": (lambda s: guarded((s[0] + 1, *s[1:]))[1], ValueError, r"^out has shape \[\d+, .*2, 4\], need \[\d+, "),
+    "fewer": (lambda s: guarded((s[0] - 1, *s[1:]))[1], ValueError, r"^out has shape \[\d+, .*2, 4\], need \[\d+, "),
+    "flat": (lambda s: guarded(s)[1].reshape(-1), ValueError, r"^out has shape \[\d+\], need \[\d+, .*2, 4\]"),
+    "swapped": (lambda s: guarded((*s[:-2], 4, 2))[1], ValueError, r"^out has shape .*, 4, 2\], need .*, 2, 4\]"),
+    "fortran": (lambda shape: np.zeros(shape, np.uint8, "F"), ValueError, r"^out has strides \(.*\), need a C-contig"),
+    "strided": (lambda s: guarded((2 * s[0], *s[1:]))[1][::2], ValueError, r"^out has strides \(.*\), need a C-conti"),
+    "backwards": (lambda shape: guarded(shape)[1][::-1], ValueError, r"^out has strides \(.*\), need a C-contiguous"),
+    "read-only": (lambda shape: read_only(guarded(shape)[1]), ValueError, "^out is read-only, need a writable array"),
+}  # fmt: skip

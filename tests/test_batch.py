@@ -12,7 +12,23 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DTYPES, LARGEST, address, available_paths, captured, guarded, need_torch, same, same_missing
+from support import (
+    CALLS,
+    DTYPES,
+    LARGEST,
+    LENGTHS,
+    ROWS,
+    address,
+    available_paths,
+    batch_of,
+    captured,
+    guarded,
+    need_torch,
+    out_shape,
+    packed,
+    same,
+    same_missing,
+)
 
 import r3numba
 from r3numba import PackedRoutes, RouteBatch, collate_routes, pack_routes
@@ -148,17 +164,6 @@ def test_missing_goes_back_into_collation(batch, data):
     same_missing(pack.missing, wanted)
 
 
-def test_missing_is_a_view_of_the_mask():
-    marks = np.array([False, True])
-    for batch in (
-        collate_routes([captured(1), captured(2)], [3, 3], missing=[None, marks]),
-        pack_routes([captured(1), captured(2)], [3, 3], missing=[None, marks]),
-    ):
-        assert batch.missing[0] is None
-        assert np.shares_memory(batch.missing[1], batch.padding_mask)
-        assert batch.missing[1].tolist() == [False, True]
-
-
 def test_select_copies():
     routes, lengths = [captured(2), captured(3, seed=5)], [3, 3]
     for batch in (collate_routes(routes, lengths), pack_routes(routes, lengths)):
@@ -192,7 +197,8 @@ def test_pack_as_a_sequence(batch, data):
     bounds = st.none() | st.integers(-8, 8)
     where = slice(data.draw(bounds), data.draw(bounds), data.draw(st.sampled_from([None, 1])))
     again = slice(data.draw(bounds), data.draw(bounds))
-    for piece, numbers in ((pack[where], range(len(lengths))[where]), (pack[where][again], range(len(lengths))[where][again])):
+    everything = range(len(lengths))
+    for piece, numbers in ((pack[where], everything[where]), (pack[where][again], everything[where][again])):
         assert type(piece) is PackedRoutes
         assert len(piece) == len(numbers)
         assert [part.tolist() for part in piece] == [parts[index].tolist() for index in numbers]
@@ -202,8 +208,9 @@ def test_pack_as_a_sequence(batch, data):
         assert piece.padding_mask.tolist() == [x for i in numbers for x in mask[offsets[i] : offsets[i + 1]].tolist()]
         assert piece.array.size == 0 or np.shares_memory(piece.array, pack.array)
         if has_rows([routes[index] for index in numbers]):
-            same(piece, pack_routes(*picked(batch, numbers)[:2], missing=picked(batch, numbers)[2], dtype=pack.array.dtype))
-            same(piece.pad(), collate_routes(*picked(batch, numbers)[:2], missing=picked(batch, numbers)[2]))
+            some_routes, some_lengths, some_missing = picked(batch, numbers)
+            same(piece, pack_routes(some_routes, some_lengths, missing=some_missing, dtype=pack.array.dtype))
+            same(piece.pad(), collate_routes(some_routes, some_lengths, missing=some_missing))
             same(piece.select([len(numbers) - 1]), pack.select([numbers[-1]]))
 
 
@@ -299,3 +306,40 @@ def test_pickles_hold_everything(protocol, batch):
         same(copy.deepcopy(one), one)
         assert np.shares_memory(copy.copy(one).array, one.array)
         assert type(again) in (RouteBatch, PackedRoutes)
+
+
+# ---- one buffer for NumPy and torch ----------------------------------------------------------------------------------
+
+MADE = {
+    **{call: lambda call=call, **options: CALLS[call](batch_of(ROWS), LENGTHS, **options) for call in CALLS},
+    "select": lambda **options: collate_routes(batch_of(ROWS), LENGTHS, **options).select([2, 0]),
+    "pack-select": lambda **options: packed(**options).select([2, 0]),
+    "pad": lambda **options: packed(**options).pad(),
+    "slice": lambda **options: packed(**options)[1:],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("made", MADE)
+def test_torch_shares_the_buffer(made, dtype):
+    need_torch()
+    batch = MADE[made](dtype=dtype)
+    for tensor, array in ((batch.indices, batch.array), (batch.padding_mask_tensor, batch.padding_mask)):
+        assert tensor.data_ptr() == address(array) == array.ctypes.data
+        assert list(tensor.shape) == list(array.shape)
+        assert str(tensor.dtype).removeprefix("torch.") == array.dtype.name
+        assert tensor.is_contiguous()
+        position = (-1,) * array.ndim
+        tensor[position] = 1
+        assert array[position] == 1
+        array[position] = 0
+        assert tensor[position].item() == 0
+
+
+def test_out_is_the_memory_of_the_batch():
+    torch = need_torch()
+    for call, function in CALLS.items():
+        out = torch.full(out_shape(call), 77, dtype=torch.uint8)
+        batch = function(batch_of(ROWS), LENGTHS, out=out)
+        assert address(batch.array) == batch.indices.data_ptr() == out.data_ptr()
+        assert out.tolist() == function(batch_of(ROWS), LENGTHS).array.tolist()

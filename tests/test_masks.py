@@ -1,4 +1,4 @@
-"""router_padding_mask: against a naive loop, and against the mask of the same batch collated."""
+"""router_padding_mask against a naive loop and the collated batch's mask; masks of missing rows that are refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import batch_of, need_torch
+from support import (
+    CALLS,
+    LENGTHS,
+    batch_of,
+    captured,
+    every_call,
+    every_place,
+    good,
+    guarded,
+    need_torch,
+    out_shape,
+    refused,
+    replaced,
+)
 
-from r3numba import collate_routes, router_padding_mask
+from r3numba import collate_routes, pack_routes, router_padding_mask
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def torch():
     return need_torch()
 
@@ -156,3 +169,88 @@ def test_refusals(torch, fault):
     attention = make(torch)
     with pytest.raises(exception, match=text):
         router_padding_mask(attention, counts)
+
+
+# ---- missing rows ----------------------------------------------------------------------------------------------------
+
+#: One entry of ``missing``.
+MASKS = {
+    "list": ([True, False, True], TypeError, "is a list, need a bool array or None"),
+    "bool": (True, TypeError, "is a bool, need a bool array or None"),
+    "uint8": (np.ones(5, np.uint8), TypeError, "has dtype uint8, need bool"),
+    "float": (np.ones(5), TypeError, "has dtype float64, need bool"),
+    "masked": (np.ma.ones(5, bool), TypeError, "is a MaskedArray, need a bool array or None"),
+    "short": (np.ones(1, bool), ValueError, r"has shape \[1\], need \[\d\], one for each captured row"),
+    "long": (np.ones(6, bool), ValueError, r"has shape \[6\], need \[\d\], one for each captured row"),
+    "rank-2": (np.ones((5, 1), bool), ValueError, r"has shape \[5, 1\], need \[\d\]"),
+    "rank-0": (np.array(True), ValueError, r"has shape \[\], need \[\d\]"),
+}
+
+
+@every_call
+@every_place
+@pytest.mark.parametrize("fault", MASKS)
+def test_one_missing_mask(call, place, fault):
+    mask, exception, text = MASKS[fault]
+    missing = replaced(good(call)[0]["missing"], place, mask)
+    refused(call, exception, rf"^missing\[{place}\] {text}", missing=missing)
+
+
+@every_call
+@pytest.mark.parametrize(
+    ("missing", "exception", "text"),
+    [
+        (5, TypeError, "^missing is a int, need a sequence"),
+        ("abcde", TypeError, "^missing is a str, need a sequence"),
+        ({}, TypeError, "^missing is a dict, need a sequence"),
+        (np.array(True), TypeError, "^missing "),
+        ([None] * 4, ValueError, "^missing has 4 entries, need 5, one for each trajectory"),
+        ([None] * 6, ValueError, "^missing has 6 entries, need 5, one for each trajectory"),
+        (np.ones((5, 3), bool), ValueError, r"^missing\[1\] has shape \[3\], need \[1\]"),
+    ],
+    ids=["number", "text", "dict", "rank-0", "few", "many", "rectangle"],
+)
+def test_missing_as_a_whole(call, missing, exception, text):
+    refused(call, exception, text, missing=missing)
+
+
+@every_call
+def test_a_mask_on_another_device(call):
+    mask = need_torch().ones(5, dtype=need_torch().bool, device="meta")
+    refused(call, TypeError, r"^missing\[2\] is on device 'meta'", missing=[None, None, mask, None, None])
+
+
+@every_call
+@pytest.mark.parametrize("marks", ["one", "strided", "none"])
+def test_out_over_a_missing_mask(call, marks):
+    """A mask without a True, and one that is copied because it is strided, is an input as any other."""
+    whole, out = guarded(out_shape(call))
+    whole[8:68] = 0
+    mask = whole[60:65].view(np.bool_) if marks != "strided" else whole[58:68:2].view(np.bool_)
+    mask[1] = marks != "none"
+    missing = [None, None, mask, None, None]
+    refused(call, ValueError, r"^out overlaps missing\[2\], need memory of its own", out=out, missing=missing)
+
+
+def test_missing_is_a_view_of_the_mask():
+    marks = np.array([False, True])
+    for batch in (
+        collate_routes([captured(1), captured(2)], [3, 3], missing=[None, marks]),
+        pack_routes([captured(1), captured(2)], [3, 3], missing=[None, marks]),
+    ):
+        assert batch.missing[0] is None
+        assert np.shares_memory(batch.missing[1], batch.padding_mask)
+        assert batch.missing[1].tolist() == [False, True]
+
+
+@every_call
+@pytest.mark.parametrize("entry", [None, np.zeros((0, 9, 9))], ids=["none", "no-rows"])
+def test_case_36_and_37_entries_without_rows(call, entry):
+    """All dummy, mask all True, dtype from the others; if all are so, nobody knows the layers."""
+    arguments, _ = good(call)
+    batch = CALLS[call](**{**arguments, "routes": replaced(arguments["routes"], 2, entry), "missing": None})
+    where = slice(sum(LENGTHS[:2]), sum(LENGTHS[:3])) if "pack" in call else 2
+    assert batch.padding_mask[where].all()
+    assert (batch.array[where] == np.arange(4)).all()
+    assert batch.array.dtype == np.uint8
+    refused(call, ValueError, "no trajectory has a captured row, need", routes=[entry] * 5, missing=None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DTYPES, available_paths, forced, jit_runs, most_threads, need_torch
+from support import DTYPES, available_paths, forced, jit_runs, misaligned, most_threads, need_torch, read_only
 
 from r3numba import backend_info, collate_routes, compact_routes, dummy_routes
 from r3numba._policy import DEFAULT_POLICY
@@ -18,18 +18,6 @@ EDGES = (0, 1, 127, 128, 255, 256, 300, 2**15 - 1, 2**15, 2**16 - 1, 2**16, 2**3
 THRESHOLD = DEFAULT_POLICY.serial_below_recycled
 
 
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
-def off_by_one_byte(array):
-    raw = np.zeros(array.nbytes + 1, np.uint8)
-    moved = raw[1:].view(array.dtype).reshape(array.shape)
-    moved[...] = array
-    return moved
-
-
 LAYOUTS = {
     "contiguous": lambda a: a.copy(),
     "read-only": lambda a: read_only(a.copy()),
@@ -38,7 +26,7 @@ LAYOUTS = {
     "every-other-id": lambda a: np.repeat(a, 2, axis=2)[:, :, ::2],
     "reversed": lambda a: a[::-1, ::-1, ::-1].copy()[::-1, ::-1, ::-1],
     "other-byte-order": lambda a: a.astype(a.dtype.newbyteorder()),
-    "misaligned": off_by_one_byte,
+    "misaligned": misaligned,
 }
 
 
@@ -141,9 +129,6 @@ def test_copy_false_refuses_where_a_copy_is_needed(case):
     with pytest.raises(ValueError, match="copy is False"):
         compact_routes(routes, copy=False, **options)
     assert not np.shares_memory(compact_routes(routes, **options), routes)
-
-
-def test_copy_false_refuses_missing_rows():
     with pytest.raises(ValueError, match="copy is False, but missing rows"):
         compact_routes(np.full((1, 1, 2), -1, np.int16), missing="mask", copy=False)
 
@@ -172,7 +157,8 @@ def test_paths_around_the_serial_threshold(path, around, monkeypatch):
     info = backend_info()
     assert info["path"] in {"parallel": ("parallel", "pool")}.get(path, (path,))
     if size > 1_000_000:
-        assert info["threads"] == (1 if path == "serial" or around < 0 else most_threads(info["path"], 2))
+        one = around < 0 or path in ("serial", "slices")  # slices have a threshold of their own, 64 MB
+        assert info["threads"] == (1 if one else most_threads(info["path"], 2))
 
 
 @pytest.mark.parametrize("path", available_paths())
@@ -221,7 +207,7 @@ def test_against_the_oracle(path, payload, layout):
     source, experts, missing = payload
     routes, expected = LAYOUTS[layout](source), naive(source, experts, missing)
     if expected is ValueError:
-        with pytest.raises(ValueError, match="^(routes|num_experts)"):
+        with pytest.raises(ValueError, match=r"^(routes|num_experts)"):
             compact_routes(routes, num_experts=experts, missing=missing, _policy=forced(path))
     else:
         result = compact_routes(routes, num_experts=experts, missing=missing, _policy=forced(path))
@@ -240,15 +226,16 @@ def test_tensors_as_arrays(compact, payload, copy, transposed):
         routes = np.array(routes, order="F")
     tensor = torch.from_numpy(routes.copy(order="K"))
     options = {"num_experts": experts, "missing": missing, "copy": copy}
-    given_options = options if compact is compact_routes else tuple(options.values())
-    try:
-        expected = compact_routes(routes, **options)
-    except ValueError as error:
-        with pytest.raises(ValueError, match="^(routes|num_experts|copy)") as caught:
-            compact(tensor, **options) if compact is compact_routes else compact(tensor, *given_options)
-        assert str(caught.value).split(" (")[0].split(", but")[0] == str(error).split(" (")[0].split(", but")[0]
+    results = []
+    for call, source in ((compact_routes, routes), (compact, tensor)):
+        try:
+            results.append(call(source, **options) if call is compact_routes else call(source, *options.values()))
+        except ValueError as error:  # the words after the figures name dtypes, which differ
+            results.append(str(error).split(" (")[0].split(", but")[0])
+    expected, result = results
+    if isinstance(expected, str) or isinstance(result, str):
+        assert result == expected
         return
-    result = compact(tensor, **options) if compact is compact_routes else compact(tensor, *given_options)
     if missing == "mask":
         (result, mask), (expected, absent) = result, expected
         assert mask.dtype == torch.bool
@@ -296,17 +283,14 @@ def test_case_39_num_experts_gives_one_dtype_on_every_rank():
 
 REFUSALS = {
     "list": ([[[1]]], {}, TypeError, "routes is a list, need an ndarray or a CPU tensor"),
-    "none": (None, {}, TypeError, "routes is a NoneType"),
     "float": (np.zeros((1, 1, 2)), {}, TypeError, "routes has dtype float64, need integers"),
     "bool": (np.zeros((1, 1, 2), bool), {}, TypeError, "routes has dtype bool, need integers"),
     "object": (np.zeros((1, 1, 2), object), {}, TypeError, "routes has dtype object, need integers"),
     "masked": (np.ma.zeros((1, 1, 2), int), {}, TypeError, "routes is a MaskedArray"),
     "rank-2": (np.zeros((1, 2), int), {}, ValueError, "routes has 2 dimensions, need 3"),
-    "rank-0": (np.array(1), {}, ValueError, "routes has 0 dimensions, need 3"),
     "no-layer": (np.zeros((1, 0, 2), int), {}, ValueError, "routes has 0 layers and topk 2, need at least 1"),
     "no-id": (np.zeros((0, 1, 0), int), {}, ValueError, "routes has 1 layers and topk 0, need at least 1"),
     "2^31": (np.full((1, 1, 1), 2**31), {}, ValueError, r"routes\[0, 0, 0\] is 2147483648, need less than 2\^31"),
-    "minus-2": (np.full((2, 1, 1), -2), {"missing": "mask"}, ValueError, r"routes\[0, 0, 0\] is -2, need at least 0"),
     "hint": (np.full((2, 1, 1), -1), {}, ValueError, r"routes\[0, 0, 0\] is -1, .*missing='mask'"),
     "one-layer": (np.array([[[1], [1]], [[1], [-1]]]), {"missing": "mask"}, ValueError, r"routes\[1, 1, 0\] is -1 but"),
     "one-id": (np.array([[[1, -1], [1, 1]]]), {"missing": "mask"}, ValueError, r"routes\[0, 0, 1\] is -1 but row 0"),
@@ -335,17 +319,14 @@ def test_tensors_of_no_integers_are_refused(dtype):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4), (0, 3, 4), (5,), (1, 1, 1), (2, 0, 3), (3, 256)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "torch"])
 def test_dummy_routes(shape, dtype):
-    routes = dummy_routes(shape, dtype)
+    routes = dummy_routes(shape, need_torch().int16 if dtype == "torch" else dtype)
+    dtype = "int16" if dtype == "torch" else dtype
     assert (routes.shape, routes.dtype) == (shape, np.dtype(dtype))
     assert all(row.tolist() == list(range(shape[-1])) for row in routes.reshape(-1, shape[-1]))
     assert routes.flags.c_contiguous
     assert routes.flags.writeable
-
-
-def test_dummy_routes_take_a_torch_dtype():
-    assert dummy_routes((1, 1, 2), need_torch().int16).dtype == np.int16
 
 
 @pytest.mark.parametrize(
@@ -360,7 +341,6 @@ def test_dummy_routes_take_a_torch_dtype():
         ((1, 32769), "int16", ValueError, "topk is 32769, need at most 32768"),
         (5, "uint8", TypeError, "^shape is a int"),
         ((1, 1), "uint16", TypeError, "dtype is uint16, need uint8, int16 or int32"),
-        ((1, 1), "float", TypeError, "dtype is float64, need uint8"),
         ((1, 1), None, TypeError, "need uint8, int16 or int32"),
     ],
     ids=str,

@@ -379,7 +379,7 @@ def test_nothing_to_read(root: str) -> None:
     assert permitted_cpus(root=root) == affinity_cpu_count()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(hosts=hierarchies(), available=st.one_of(st.none(), st.integers(0, 8 * GIB // 1024).map(lambda kib: kib * 1024)))
 def test_against_the_oracle(hosts: list[Hierarchy], available: int | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -701,7 +701,6 @@ def test_cached_figure_is_served_while_another_thread_reads(monkeypatch: pytest.
     assert permitted_cpus_cached() == 3
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_cached_figure_after_fork() -> None:
     code = (
         "import os\n"

@@ -74,11 +74,14 @@ class Workbench:
             self._reused = self.fresh_tensor() if array is None else array
         return self._reused
 
-    def collate(self, threads: int | None, path: PathName | None, out: Any = None) -> NDArray[Any]:
-        """Return our rectangle, on a forced path where one is named."""
+    def collate(self, threads: int, path: PathName) -> NDArray[Any]:
+        """Return our rectangle, on a forced path."""
         policy = replace(DEFAULT_POLICY, path=path)
-        batch = self.batch
-        return collate_routes(batch.routes, batch.lengths, num_threads=threads, out=out, _policy=policy).array
+        return collate_routes(self.batch.routes, self.batch.lengths, num_threads=threads, _policy=policy).array
+
+    def collate_as_users_do(self, **options: Any) -> NDArray[Any]:
+        """Return our rectangle, nothing forced."""
+        return collate_routes(self.batch.routes, self.batch.lengths, **options).array
 
     def recycle(self, threads: int) -> NDArray[Any]:
         """Return our rectangle in recycled memory: the previous one must be gone."""
@@ -160,12 +163,13 @@ ARMS: Final = {
         _ours("serial", "collate_routes, serial twin", lambda work: work.collate(1, "serial"), 1, "numba", True),
         _ours("parallel_1", "collate_routes, prange", lambda work: work.collate(1, "parallel"), 1, "numba", True),
         _ours("parallel_2", "collate_routes, prange", lambda work: work.collate(2, "parallel"), 2, "numba", True),
-        _ours("default", "collate_routes", lambda work: work.collate(None, None), 0, None, True),
+        _ours("default", "collate_routes", lambda work: work.collate_as_users_do(), 0, None, True),
         Arm("prefill_reused", "original prefill, reused", lambda work: _original_prefill(work, work.reused()),
             cold=False),
         Arm("single_reused", "single write, reused", lambda work: _single_write(work, work.reused()), cold=False),
         Arm("pool_2_reused", "pool of 2, reused", lambda work: _single_write_pool(work, work.reused()), 2, cold=False),
-        _ours("out_2", "collate_routes(out=)", lambda work: work.collate(2, None, work.reused()), 2, None, False),
+        _ours("out_2", "collate_routes(out=)", lambda work: work.collate_as_users_do(num_threads=2, out=work.reused()),
+              2, None, False),
         _ours("recycled_1", "RouteCollator", lambda work: work.recycle(1), 1, None, False),
         _ours("recycled_2", "RouteCollator", lambda work: work.recycle(2), 2, None, False),
     )

@@ -131,12 +131,12 @@ def measure(
 ) -> dict[str, Timing]:
     """Time all tasks, one repetition of each in turn, until each has ``repeat`` quiet ones.
 
-    Noisy repetitions are kept and marked, and repeated in at most ``extra`` further rounds (by default ``repeat``). The
-    order turns by one each round, so that no task always follows the same one. ``step`` hears of every repetition of
-    the first ``repeat`` rounds. Each task should have run once before.
+    Noisy repetitions are kept and marked, and repeated in at most ``extra`` further rounds (by default twice as many).
+    The order turns by one each round, so that no task always follows the same one. ``step`` hears of every repetition.
+    Each task should have run once before.
     """
     timings = {task.name: Timing(task.name) for task in tasks}
-    extra = repeat if extra is None else extra
+    extra = 2 * repeat if extra is None else extra
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -148,7 +148,7 @@ def measure(
                     if turn >= repeat and timing.quiet_count >= repeat:
                         continue
                     timing.samples.append(sample(task))
-                    if step is not None and turn < repeat:
+                    if step is not None:
                         step(task.name)
     finally:
         if collecting:

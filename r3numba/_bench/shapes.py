@@ -68,11 +68,7 @@ class BenchBatch:
     shape: RouteShape
     routes: Sequence[NDArray[Any]]
     lengths: Sequence[int]
-
-    @property
-    def width(self) -> int:
-        """Return the tokens of the longest trajectory."""
-        return max(self.lengths)
+    width: int
 
     @property
     def result_shape(self) -> tuple[int, int, int, int]:
@@ -121,8 +117,8 @@ def batch_of(shape: RouteShape, lengths: Sequence[int], name: str, seed: int = 0
     scores = random.random((_POOL_ROWS, shape.layers, shape.experts), dtype=np.float32)
     pool = np.argpartition(scores, shape.topk, axis=-1) if shape.topk < shape.experts else scores.argsort(axis=-1)
     pool = pool[..., : shape.topk].astype(shape.dtype)
-    return BenchBatch(name, shape, [_cycled(pool, length - 1, int(random.integers(_POOL_ROWS))) for length in lengths],
-                      list(lengths))  # fmt: skip
+    routes = [_cycled(pool, length - 1, int(random.integers(_POOL_ROWS))) for length in lengths]
+    return BenchBatch(name, shape, routes, list(lengths), max(lengths))
 
 
 def _cycled(pool: NDArray[Any], rows: int, begin: int) -> NDArray[Any]:
@@ -153,4 +149,4 @@ def tiled(name: str, experts: int, captured: Sequence[NDArray[Any]], nbytes: int
         np.ascontiguousarray(np.tile(_cycled(captured[i % len(captured)], length - 1, 0), (1, stacked, 1)))
         for i, length in enumerate(lengths)
     ]
-    return BenchBatch(name, shape, routes, lengths)
+    return BenchBatch(name, shape, routes, lengths, max(lengths))

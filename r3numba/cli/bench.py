@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .console import console, progress_bar, require, writable_file
+from .console import console, count, gigabytes, progress_bar, require, writable_file
 
 HELP: Final = "measure collation on this host: ms per step, share of the host's limit, ms saved, ratios"
 _FILE_OPTIONS: Final = ("--json", "--plot", "--markdown")
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", type=_sizes, metavar="GB,...", help="of the results (default: 0.1,0.4,1.6; with --quick: 0.1)"
     )
-    parser.add_argument("--repeat", type=_count, metavar="N", help="quiet repetitions (default: 9; with --quick: 3)")
+    parser.add_argument("--repeat", type=count, metavar="N", help="quiet repetitions (default: 9; with --quick: 3)")
     parser.add_argument("--quick", action="store_true", help="one size, few repetitions, no other shapes and spreads")
     parser.add_argument("--shape", default="48x8", metavar="NAME", help="48x8 (default), 58x8, 47x4, 60x8 or 40x22")
     parser.add_argument(
@@ -32,19 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = sorted(int(float(part) * 1e9) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of GB such as 0.1,0.4") from None
-    if sizes[0] < 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} has a size below 0.001 GB; tiny batches are measured in any case")
-    return tuple(sizes)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count of at least 1")
-    return int(text)
+    return tuple(sorted(gigabytes(part) for part in text.split(",")))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,13 +25,14 @@ def draw(path: Path, record: Mapping[str, Any]) -> None:
     host = record["host"]
     left = 0.35 / (3.4 + 4.6 * panels)
     title = "Routes to the training batch: milliseconds per step"
-    subtitle = f"{host['cpu']}, {host['permitted_cpus']} CPUs; {record['date'][:10]}; medians and quartiles; grey figures: noisy"
+    made = f"{host['cpu']}, {host['permitted_cpus']} CPUs; {record['date'][:10]}"
+    subtitle = f"{made}; medians and quartiles; grey figures: noisy"
     figure.text(left, 0.965, title, fontsize=17, weight="bold", color=INK)
     figure.text(left, 0.943, subtitle, fontsize=10.5, color=MUTED)
     for column, case in enumerate(cases):
         _draw_case(figure.add_subplot(grid[0, column]), case, names=column == 0)
     _draw_tiny(figure.add_subplot(grid[1, :]), record["tiny"])
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def _draw_case(axes: Any, case: Mapping[str, Any], *, names: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +63,10 @@ class Bar:
         self._progress.reset(self._task, description=title, total=steps)
 
     def step(self, label: str) -> None:
-        """Count one step."""
+        """Count one step; noisy repetitions that are done again come on top of those announced."""
+        task = self._progress.tasks[0]
+        if task.finished:
+            self._progress.update(self._task, total=task.total + 1)
         self._progress.advance(self._task)
 
 
@@ -72,14 +76,36 @@ def figure_module() -> Any:
     return require("matplotlib.figure")
 
 
-def writable_file(text: str) -> Path:
-    """Return the path of a file to write; argparse shows the message where its directory does not exist."""
-    import argparse
+# --- Types of arguments: argparse shows the message ---------------------------------------------------------------
 
+
+def gigabytes(text: str) -> int:
+    """Return a size given in GB as bytes, at least a megabyte."""
+    try:
+        nbytes = int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in GB such as 0.4") from None
+    if nbytes < 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is below 0.001 GB")
+    return nbytes
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count of at least 1")
+    return int(text)
+
+
+def writable_file(text: str) -> Path:
+    """Return the path of a file to write, in a directory that exists."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path.parent} is no directory")
     return path
+
+
+# --- Figures ------------------------------------------------------------------------------------------------------
 
 
 def milliseconds(seconds: float) -> str:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from .console import console, milliseconds, progress_bar, require, size, table, writable_file
+from .console import console, count, gigabytes, milliseconds, progress_bar, require, size, table, writable_file
 
 if TYPE_CHECKING:
     from .checks import Check
@@ -20,8 +20,8 @@ _MARKS: Final = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: "[yel
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.add_argument("--plot", type=writable_file, default="demo.png", metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--size", type=float, default=0.1, metavar="GB", help="of the timed batch (default: 0.1)")
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions of each arm (default: 5)")
+    parser.add_argument("--size", type=gigabytes, default="0.1", metavar="GB", help="of the timed batch (default: 0.1)")
+    parser.add_argument("--repeat", type=count, default=5, metavar="N", help="quiet repetitions (default: 5)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -98,7 +98,7 @@ def _time_step(out: Any, rollouts: Sequence[Rollout], options: argparse.Namespac
     from .._bench.suite import run_case
     from .rollouts import EXPERTS, routes_of
 
-    batch = tiled("captured rollouts, tiled", EXPERTS, routes_of(rollouts), int(options.size * 1e9))
+    batch = tiled("captured rollouts, tiled", EXPERTS, routes_of(rollouts), options.size)
     with progress_bar(out) as bar:
         case = run_case(batch, ARMS, options.repeat, bar, limit_threads=())
     ours = case["arms"]["default"]
@@ -114,8 +114,8 @@ def _time_step(out: Any, rollouts: Sequence[Rollout], options: argparse.Namespac
             f"{ratio:.2f}x" if not record["ours"] else "",
             "noisy" if record["noisy"] else f"{record['quiet']} of {len(record['samples'])} quiet",
         ))  # fmt: skip
-    count, width, layers, topk = case["result_shape"]
-    shape = f"{count} trajectories x {width} tokens x {layers} layers x top-{topk}"
+    trajectories, width, layers, topk = case["result_shape"]
+    shape = f"{trajectories} trajectories x {width} tokens x {layers} layers x top-{topk}"
     columns = ("arm", "threads", "pages", "ms", "GB/s", "against collate_routes", "repetitions")
     out.print(table(f"Time per step, these rollouts tiled to {size(case['nbytes'])} ({shape})", columns, rows))
     if not has_torch():

@@ -57,7 +57,7 @@ def draw(path: Path, rollouts: Sequence[Rollout], batch: Any, case: Mapping[str,
     _draw_batch(figure.add_subplot(grid[0, :]), rollouts, batch)
     _draw_load(figure.add_subplot(grid[1, 0]), batch)
     _draw_times(figure.add_subplot(grid[1, 1]), case)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def plain_axes(axes: Any, text: str) -> None:

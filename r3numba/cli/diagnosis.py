@@ -100,9 +100,8 @@ def _path_at(nbytes: int, topology: Topology) -> dict[str, Any]:
     try:
         policy = policy_from_environment()
         path, threads = would_run(nbytes, policy)
-        why = f"{_PATH_WHY[path]}; {_thread_rule(nbytes, topology.permitted_cpus, policy)}."
-        if policy.path is not None:
-            why = f"R3NUMBA_POLICY forces this path; {_thread_rule(nbytes, topology.permitted_cpus, policy)}."
+        first = _PATH_WHY[path] if policy.path is None else "R3NUMBA_POLICY forces this path"
+        why = f"{first}; {_thread_rule(nbytes, path, threads, topology.permitted_cpus, policy)}."
     except (ImportError, ValueError) as error:
         return {**record, "why": f"A call would raise {type(error).__name__}: {error}"}
     return {**record, "path": path, "threads": threads, "why": why}
@@ -120,27 +119,28 @@ def would_run(nbytes: int, policy: Policy) -> tuple[str, int]:
     return path, threads
 
 
-def _thread_rule(nbytes: int, cpus: int, policy: Policy) -> str:
-    """Say which rule of ``plan_threads`` decided, by asking it again with one bound moved at a time."""
-
-    def plan(more_cpus: int = 0, more_cap: int = 0) -> int:
-        return plan_threads(nbytes, cpus + more_cpus, fresh=True, cap=policy.thread_cap + more_cap)
-
-    threads = plan()
+def _thread_rule(nbytes: int, path: str, threads: int, cpus: int, policy: Policy) -> str:
+    """Say which rule decided the thread count: the CPUs, if it were higher with more of them, the size, or the cap."""
     count = f"{threads} thread{'s' if threads > 1 else ''}"
+    if policy.path == "serial":
+        return count
+    planned = plan_threads(nbytes, cpus, fresh=True, cap=policy.thread_cap)
     if os.environ.get("R3NUMBA_NUM_THREADS", "").strip():
         return f"{count} by R3NUMBA_NUM_THREADS, up to the permitted CPUs ({cpus})"
-    if nbytes < policy.serial_below_fresh:
-        return f"{count}, as fresh results below {size(policy.serial_below_fresh)} gain nothing from a second"
-    if plan(more_cpus=1) > threads:
+    below = max(policy.serial_below_fresh, policy.slices_serial_below if path == "slices" else 0)
+    if nbytes < below:
+        return f"{count}, as fresh results below {size(below)} gain nothing from a second"
+    if threads < planned:
+        return f"{count}, as Numba's pool has no more (NUMBA_NUM_THREADS)"
+    if plan_threads(nbytes, cpus + 1_000_000, fresh=True, cap=policy.thread_cap) > threads:
         reserved = os.environ.get("R3NUMBA_RESERVED_CPUS", "").strip()
         less = f" less {reserved} reserved" if reserved else ""
         return f"{count}, as many as CPUs are permitted ({cpus}{less})"
-    cap = os.environ.get("R3NUMBA_MAX_THREADS", "").strip()
-    if plan(more_cap=2) > threads or cap == str(threads):
-        half = f" (half of it from {size(policy.half_cap_from)} on)" if nbytes >= policy.half_cap_from else ""
-        return f"{count} by the cap of {cap or policy.thread_cap}{half}"
-    return f"{count}, one for each {size(policy.bytes_per_thread)}, at least 2"
+    if threads == max(2, nbytes // policy.bytes_per_thread):
+        return f"{count}, one for each {size(policy.bytes_per_thread)}, at least 2"
+    cap = os.environ.get("R3NUMBA_MAX_THREADS", "").strip() or policy.thread_cap
+    half = f" (half of it from {size(policy.half_cap_from)} on)" if nbytes >= policy.half_cap_from else ""
+    return f"{count} by the cap of {cap}{half}"
 
 
 def _backend() -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _backend() -> dict[str, Any]:
         module = _dispatch.kernels()
     except (ImportError, ValueError) as error:
         return {"backend": None, "layer": None, "forked": None, "why": f"A call would raise: {error}"}
-    if module is None:
+    if module is None or os.environ.get("R3NUMBA_POLICY") == "force_slices":
         return {"backend": "numpy", "layer": None, "forked": None, "why": _no_numba_why()}
     layer, forked = module.runtime.layer_name(), module.runtime.in_forked_child()
     why = "No layer is started, as no size here gets more than one thread."
@@ -159,6 +159,8 @@ def _backend() -> dict[str, Any]:
 
 
 def _no_numba_why() -> str:
+    if os.environ.get("R3NUMBA_POLICY") == "force_slices":
+        return "R3NUMBA_POLICY=force_slices asks for NumPy slices."
     if os.environ.get("R3NUMBA_BACKEND") == "numpy":
         return "R3NUMBA_BACKEND=numpy asks for the NumPy fallback."
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
@@ -211,7 +213,7 @@ def _warnings(record: Mapping[str, Any], topology: Topology) -> list[str]:
         found.append("This process was forked without exec: large batches use our own pool unless the layer is tbb.")
     if record["huge_pages"]["value"] == "never" or os.environ.get("NUMPY_MADVISE_HUGEPAGE") == "0":
         found.append("Huge pages are off: fresh results cost about twice as much; use RouteCollator.")
-    found += [f"At {size(path['nbytes'])}: {path['why']}" for path in record["paths"] if path["path"] is None]
+    found += dict.fromkeys(path["why"] for path in record["paths"] if path["path"] is None)
     found.append(_many_processes(cpus))
     return found
 
