@@ -84,7 +84,8 @@ class Report:
     def imbalance(self) -> NDArray[np.float64]:
         """Return, by layer, the busiest expert's load over the mean: 1 = even."""
         mean = self.load.mean(axis=1)
-        return np.divide(self.load.max(axis=1), mean, out=np.zeros(len(mean)), where=mean > 0)
+        uneven: NDArray[np.float64] = np.divide(self.load.max(axis=1), mean, out=np.zeros(len(mean)), where=mean > 0)
+        return uneven
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
