@@ -89,7 +89,8 @@ def _decode_arms(routes: NDArray[np.uint8]) -> list[CaptureArm]:
         ),
         CaptureArm("base64_raw", f"{label}, raw int32", lambda: decoder(raw, validate=True), len(raw)),
         CaptureArm(
-            "decode_raw", "decode_routes, raw int32", lambda: decode_routes(raw, num_layers=LAYERS, topk=TOPK, start=0), len(raw),
+            "decode_raw", "decode_routes, raw int32",
+            lambda: decode_routes(raw, num_layers=LAYERS, topk=TOPK, start=0), len(raw),
             against="base64_raw",
         ),
     ]  # fmt: skip
