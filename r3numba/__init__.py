@@ -26,8 +26,20 @@ if TYPE_CHECKING:
     from .pack import pack_routes as pack_routes
     from .routes import compact_routes as compact_routes
     from .routes import dummy_routes as dummy_routes
+    from .trace import RoutedExpertTrace as RoutedExpertTrace
+    from .trace import TokenMetadataTrace as TokenMetadataTrace
+    from .wire import DecodedRoutes as DecodedRoutes
+    from .wire import decode_response as decode_response
+    from .wire import decode_routes as decode_routes
+    from .wire import encode_routes as encode_routes
 
 _HOME = {
+    "DecodedRoutes": "wire",
+    "RoutedExpertTrace": "trace",
+    "TokenMetadataTrace": "trace",
+    "decode_response": "wire",
+    "decode_routes": "wire",
+    "encode_routes": "wire",
     "CorruptRoutesError": "audit",
     "RouteAudit": "audit",
     "RouteMismatch": "audit",
@@ -44,7 +56,7 @@ _HOME = {
     "router_padding_mask": "masks",
     "warmup": "_warmup",
 }
-_MODULES = ("guards", "topology")
+_MODULES = ("client", "guards", "topology")
 
 __all__ = ["__version__", *_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
