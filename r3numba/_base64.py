@@ -76,10 +76,8 @@ def _decode_in_pieces(text: Text, size: int) -> bytearray:
         piece = base64.b64decode(text[begin : begin + _PIECE], validate=True)
         data[end : end + len(piece)] = piece
         end += len(piece)
-        if len(piece) != _PIECE // 4 * 3:
-            break  # padding: the text must end here
-    if end != size:
-        raise ValueError(f"the text ends after {end} bytes of {size}")
+    if end != size:  # padding inside: a piece was short
+        raise ValueError(f"{end} bytes in place of {size}")
     return data
 
 

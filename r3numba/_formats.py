@@ -161,25 +161,26 @@ def _size(name: str, value: object, minimum: int) -> int:
     return size
 
 
-def _raw(
-    name: str, text: object, dtype: np.dtype[Any], shape: tuple[int, int, int], known: Expected, field: str = "data"
-) -> NDArray[Any]:
+def _raw(name: str, text: object, dtype: np.dtype[Any], shape: tuple[int, int, int], known: Expected) -> NDArray[Any]:
     """Return the array of base64 text whose shape is stated: the sizes must agree before a byte is decoded."""
     _agree(name, dtype, known)
-    text = text_of(f"{name}: {field}", text)
-    size, need = decoded_size(f"{name}: {field}", text), shape[0] * shape[1] * shape[2] * dtype.itemsize
+    _check_row(name, dtype, shape)
+    text = text_of(f"{name}: data", text)
+    size, need = decoded_size(f"{name}: data", text), shape[0] * shape[1] * shape[2] * dtype.itemsize
     if size != need:
-        raise ValueError(f"{name}: {field} has {size} bytes, need {need} for shape {list(shape)} of {dtype}")
-    return _from_bytes(name, decode(f"{name}: {field}", text), 0, dtype, shape)
+        raise ValueError(f"{name}: data has {size} bytes, need {need} for shape {list(shape)} of {dtype}")
+    return _from_bytes(decode(f"{name}: data", text), 0, dtype, shape)
 
 
-def _from_bytes(
-    name: str, data: bytearray, offset: int, dtype: np.dtype[Any], shape: tuple[int, int, int]
-) -> NDArray[Any]:
-    """Return the array over the decoded bytes themselves; their number is checked."""
+def _check_row(name: str, dtype: np.dtype[Any], shape: tuple[int, int, int]) -> None:
+    """Refuse rows that nothing could hold: without rows, the number of bytes says nothing about the other sizes."""
     if shape[1] * shape[2] * dtype.itemsize >= _LARGEST_ROW:
-        raise ValueError(f"{name} has shape {list(shape)} of {dtype}, need rows of less than 2^31 bytes")
-    if shape[0] == 0:
+        raise ValueError(f"{name} has shape {list(shape)} of {dtype}, need rows of less than {_LARGEST_ROW} bytes")
+
+
+def _from_bytes(data: bytearray, offset: int, dtype: np.dtype[Any], shape: tuple[int, int, int]) -> NDArray[Any]:
+    """Return the array over the decoded bytes themselves; their number is checked."""
+    if 0 in shape:
         return np.empty(shape, dtype)
     array = np.frombuffer(data, dtype, offset=offset).reshape(shape)
     return array if array.flags.aligned else array.copy()
@@ -212,7 +213,9 @@ def _read_text(where: str, text: Text, known: Expected) -> Sent:
             f"{name} has {size} bytes, need a multiple of {known.num_layers * known.topk * dtype.itemsize} "
             f"({known.num_layers} layers x topk {known.topk} of {dtype})"
         )
-    return Sent("sglang", _from_bytes(name, decode(name, text), 0, dtype, (rows, known.num_layers, known.topk)))
+    shape = (rows, known.num_layers, known.topk)
+    _check_row(name, dtype, shape)
+    return Sent("sglang", _from_bytes(decode(name, text), 0, dtype, shape))
 
 
 def _read_nemo(where: str, text: Text, head: str, known: Expected) -> Sent:
@@ -232,12 +235,13 @@ def _read_npy(where: str, text: Text, known: Expected) -> Sent:
     header = read_header(name, data)
     dtype, shape = header.dtype, _shape(f"{name}: shape", header.sizes)
     _agree(name, dtype, known)
+    _check_row(name, dtype, shape)
     need, size = shape[0] * shape[1] * shape[2] * dtype.itemsize, len(data) - header.end
     if size != need:
         raise ValueError(f"{name} has {size} bytes after its header, need {need} for shape {list(shape)} of {dtype}")
     if not header.fortran_order:
-        return Sent("vllm", _from_bytes(name, data, header.end, dtype, shape))
-    reverse = _from_bytes(name, data, header.end, dtype, (shape[2], shape[1], shape[0]))
+        return Sent("vllm", _from_bytes(data, header.end, dtype, shape))
+    reverse = _from_bytes(data, header.end, dtype, (shape[2], shape[1], shape[0]))
     return Sent("vllm", np.ascontiguousarray(reverse.transpose()))
 
 

@@ -145,6 +145,7 @@ def decode_response(
     topk: int | None = None,
     num_experts: int | None = None,
     start: int | None = None,
+    dtype: str | None = None,
 ) -> list[DecodedRoutes]:
     """Decode the routes of a whole response, and say which tokens they belong to.
 
@@ -155,6 +156,8 @@ def decode_response(
         SGLang's ``/generate`` (a list of them too): parsed, as JSON, or as the text of its event stream.
     num_layers, topk, num_experts, start : int, optional
         As for `decode_routes`; they hold for every choice.
+    dtype : str, optional
+        As for `decode_routes`, where the body does not declare it.
 
     Returns
     -------
@@ -180,7 +183,7 @@ def decode_response(
     >>> decode_response({"choices": [{"routed_experts": routes}], "usage": usage})
     [DecodedRoutes(skyrl, uint8 [2, 1, 2], start=3)]
     """
-    known = expected(num_layers, topk, None)
+    known = expected(num_layers, topk, dtype)
     return [_decode(choice, known, num_experts, start) for choice in read_choices(body)]
 
 

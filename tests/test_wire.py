@@ -79,6 +79,19 @@ def test_layers_and_topk_are_checked_where_they_are_given(form, wrong):
     refused(lambda: decode_routes(payload, **wrong), form, f"need {what} = {value}", kind=ValueError)
 
 
+def test_a_swapped_capture_is_refused():
+    """Case 23: layers and tokens swapped, so that the number of bytes still fits."""
+    ids = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)  # 4 tokens of 2 layers
+    swapped = np.ascontiguousarray(ids.transpose(1, 0, 2))
+    for payload in (encode_routes(swapped, "skyrl"), encode_routes(swapped, "vllm"), swapped.tolist(), swapped):
+        assert decode_routes(payload).indices.shape == (2, 4, 3)  # nothing in it says so
+        refused(
+            lambda payload=payload: decode_routes(payload, num_layers=2), "need num_layers = 2, got 4", kind=ValueError
+        )
+    transposed = encode_routes(np.ascontiguousarray(ids.transpose(0, 2, 1)), "skyrl")
+    refused(lambda: decode_routes(transposed, topk=3), "need topk = 3, got 2", kind=ValueError)
+
+
 @every_format
 def test_a_start_of_the_caller_is_kept_and_compared(form):
     payload, options, _ = PAYLOADS[form]
@@ -173,6 +186,8 @@ def test_sglang_as_the_declared_dtype(dtype):
     assert decode_routes(encoded, num_layers=2, topk=3, dtype=dtype).indices.tolist() == IDS
     meta = {"routed_experts": encoded, "routed_experts_dtype": dtype, "prompt_tokens": 2, "completion_tokens": 1}
     assert decode_routes(meta, num_layers=2, topk=3).start == 0
+    (undeclared,) = decode_response(body_of(encoded), num_layers=2, topk=3, dtype=dtype)
+    assert undeclared.indices.tolist() == IDS
     (decoded,) = decode_response({"meta_info": meta}, num_layers=2, topk=3)
     assert decoded.indices.tolist() == IDS
 

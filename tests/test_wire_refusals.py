@@ -24,7 +24,7 @@ from wire_support import (
     text,
 )
 
-from r3numba import _base64
+from r3numba import _base64, _formats
 from r3numba.wire import ENCODABLE_FORMATS, decode_response, decode_routes, encode_routes
 
 # ---- base64 ----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,9 @@ def test_bad_shapes(case):
     refused(lambda: decode_routes(skyrl(shape=shape)), "skyrl payload", "need", kind=kind)
     refused(lambda: decode_routes(skyrl(shape=shape, start=0)), "prime-rl payload", "need", kind=kind)
     if case == "wide-and-empty":
-        refused(lambda: decode_routes(skyrl(shape=shape, data="")), "need rows of less than 2^31 bytes", kind=kind)
+        refused(
+            lambda: decode_routes(skyrl(shape=shape, data="")), "need rows of less than 2147483648 bytes", kind=kind
+        )
 
 
 @pytest.mark.parametrize(
@@ -447,6 +449,18 @@ def test_bad_npy_headers(case):
     message = refused(lambda: decode_routes(raw_npy(header)), "vllm payload", "need")
     if case == "object":
         assert "objects are never unpickled" in message
+
+
+def test_a_row_has_a_bound_and_the_number_of_rows_has_none(monkeypatch):
+    monkeypatch.setattr(_formats, "_LARGEST_ROW", 7)
+    for ids in (IDS, IDS * 100):
+        for order in "CF":
+            assert decode_routes(npy(ids, np.uint8, order)).indices.tolist() == ids
+        for wide in (npy(ids, np.int16), npy(ids, np.int16, "F"), skyrl(data=text(ids, "<i2"), dtype="int16")):
+            refused(lambda wide=wide: decode_routes(wide), "need rows of less than 7 bytes", kind=ValueError)
+        refused(
+            lambda ids=ids: decode_routes(text(ids, "<i4"), num_layers=2, topk=3), "less than 7 bytes", kind=ValueError
+        )
 
 
 def test_npy_lengths_and_versions():
