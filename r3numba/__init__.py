@@ -13,6 +13,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ._dispatch import backend_info as backend_info
     from ._warmup import warmup as warmup
+    from .audit import CorruptRoutesError as CorruptRoutesError
+    from .audit import RouteAudit as RouteAudit
+    from .audit import RouteMismatch as RouteMismatch
+    from .audit import audit_routes as audit_routes
+    from .audit import compare_routes as compare_routes
     from .collate import RouteBatch as RouteBatch
     from .collate import collate_routes as collate_routes
     from .collator import RouteCollator as RouteCollator
@@ -21,8 +26,25 @@ if TYPE_CHECKING:
     from .pack import pack_routes as pack_routes
     from .routes import compact_routes as compact_routes
     from .routes import dummy_routes as dummy_routes
+    from .trace import RoutedExpertTrace as RoutedExpertTrace
+    from .trace import TokenMetadataTrace as TokenMetadataTrace
+    from .wire import DecodedRoutes as DecodedRoutes
+    from .wire import decode_response as decode_response
+    from .wire import decode_routes as decode_routes
+    from .wire import encode_routes as encode_routes
 
 _HOME = {
+    "DecodedRoutes": "wire",
+    "RoutedExpertTrace": "trace",
+    "TokenMetadataTrace": "trace",
+    "decode_response": "wire",
+    "decode_routes": "wire",
+    "encode_routes": "wire",
+    "CorruptRoutesError": "audit",
+    "RouteAudit": "audit",
+    "RouteMismatch": "audit",
+    "audit_routes": "audit",
+    "compare_routes": "audit",
     "PackedRoutes": "pack",
     "RouteBatch": "collate",
     "RouteCollator": "collator",
@@ -34,7 +56,7 @@ _HOME = {
     "router_padding_mask": "masks",
     "warmup": "_warmup",
 }
-_MODULES = ("guards", "topology")
+_MODULES = ("client", "guards", "topology")
 
 __all__ = ["__version__", *_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 

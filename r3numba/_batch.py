@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,17 @@ from ._checks import (
     experts_dtype,
     host_array,
     integer_vector,
+    kind,
     not_negative,
 )
+from ._dispatch import execute
 from ._memory import FreshMemory
-from ._plan import Sources, address_of
+from ._plan import Plan, Sources, address_of
 from ._policy import Policy
 from ._sources import effective, extent, read_missing, read_sources
+
+if TYPE_CHECKING:
+    from .audit import AuditOptions, RouteAudit
 
 
 class Memory(Protocol):
@@ -49,6 +54,7 @@ class Request:
     missing: list[NDArray[np.bool_] | None] | None
     dtype: np.dtype[Any]
     also_read: Sequence[tuple[str, NDArray[Any]]] = ()
+    audit: AuditOptions | None = None
 
     @property
     def has_missing(self) -> NDArray[np.bool_] | None:
@@ -63,14 +69,14 @@ def read_request(
     sequence_lengths: object,
     *,
     dtype: object,
-    num_experts: object,
+    num_experts: int | None,
     moe_layers: object,
     missing: object,
     audit: object,
 ) -> Request:
     """Return the checked request of a public call; every fault of an input is raised here, before any write."""
-    if audit is not False or moe_layers is not None:
-        raise NotImplementedError("audit= and moe_layers= are not part of this release")
+    if audit is not False and audit is not True:
+        raise TypeError(f"audit is a {kind(audit)}, need a bool")
     sources = read_sources(routes)
     lengths = integer_vector("sequence_lengths", sequence_lengths, len(sources.rows))
     long = sources.rows > lengths  # true for a negative length too
@@ -84,7 +90,12 @@ def read_request(
     dummy_fits(sources.topk, result)
     masks = read_missing(missing, sources)
     named = [(f"missing[{index}]", mask) for index, mask in enumerate(masks or ()) if mask is not None]
-    return Request(sources, lengths, effective(masks), result, named)
+    options = None
+    if audit or moe_layers is not None:
+        from .audit import read_options  # an import that batches without an audit do not pay
+
+        options = read_options(sources, num_experts, moe_layers)
+    return Request(sources, lengths, effective(masks), result, named, options if audit else None)
 
 
 def _result_dtype(sources: Sources, dtype: object, num_experts: object) -> np.dtype[Any]:
@@ -191,3 +202,22 @@ def tensor_of(array: NDArray[Any]) -> Any:
     except ImportError as error:
         raise ImportError("this needs torch: pip install 'r3numba[torch]', or use the .array beside it") from error
     return torch.from_numpy(array)
+
+
+def carry_out(
+    request: Request,
+    plan: Plan,
+    out: NDArray[Any],
+    mask: NDArray[np.bool_],
+    *,
+    fresh: bool,
+    num_threads: int | None,
+    policy: Policy,
+) -> RouteAudit | None:
+    """Execute the plan of a request, with its audit in the same pass where one was asked for."""
+    if request.audit is None:
+        execute(plan, out, mask, fresh=fresh, num_threads=num_threads, policy=policy)
+        return None
+    from .audit import execute_audited
+
+    return execute_audited(plan, out, mask, fresh=fresh, num_threads=num_threads, policy=policy, options=request.audit)

@@ -16,6 +16,7 @@ one, so it is never launched at all; GNU OpenMP dies in a forked child (fast-arr
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
 import os
 import threading
 import types
@@ -123,17 +124,25 @@ def execute(
     bytes move. Thread-safe as long as no two calls share a destination.
     """
     threads = thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
-    sources = plan.sources
-    dummies = dummy_block(len(plan.layer_of), sources.topk, plan.dtype, KERNEL_TEMPLATE_BYTES).reshape(-1)
-    arguments = (
-        out, mask, dummies, plan.bounds, plan.first, sources.address,
-        sources.rows, sources.itemsize, sources.strides, plan.missing, plan.layer_of, sources.topk, plan.row_stride,
-        plan.layer_stride,
-    )  # fmt: skip
     run(
         cut_pieces(plan, out, threads, policy.piece_align), threads, policy,
-        twin="move_serial", kernel="move_parallel", arguments=arguments,
+        twin="move_serial", kernel="move_parallel", arguments=move_arguments(plan, out, mask),
         slices=lambda pieces: _slices.move_pieces(plan, pieces, out, mask),
+    )  # fmt: skip
+
+
+def move_arguments(plan: Plan, out: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[Any, ...]:
+    """Return what the kernels that move take after their pieces."""
+    dummies = dummy_block(len(plan.layer_of), plan.sources.topk, plan.dtype, KERNEL_TEMPLATE_BYTES).reshape(-1)
+    return (out, mask, dummies, *source_arguments(plan), plan.row_stride, plan.layer_stride)
+
+
+def source_arguments(plan: Plan) -> tuple[Any, ...]:
+    """Return where a plan's sources lie and land, as every kernel takes it."""
+    sources = plan.sources
+    return (
+        plan.bounds, plan.first, sources.address, sources.rows, sources.itemsize, sources.strides, plan.missing,
+        plan.layer_of, sources.topk,
     )  # fmt: skip
 
 
@@ -146,10 +155,12 @@ def run(
     kernel: str,
     arguments: tuple[Any, ...],
     slices: Callable[[NDArray[np.int64]], None],
+    home: str = "_kernels",
 ) -> None:
     """Do the work items ``pieces`` on the path of the policy, on at most ``threads`` threads, and record what ran.
 
-    ``twin`` and ``kernel`` name functions of ``_kernels`` that take ``(pieces, *arguments)``; ``slices`` takes pieces.
+    ``twin`` and ``kernel`` name functions of the module ``home`` that take ``(pieces, *arguments)``; ``slices``
+    takes the pieces alone.
     """
     module = kernels()
     path = _choose(module, threads, policy)
@@ -159,11 +170,12 @@ def run(
         _over_pool(slices, pieces, threads)
     else:
         module = module or _forced_kernels(path)
-        serial = getattr(module, twin)
+        source = module if home == "_kernels" else importlib.import_module(f"{__package__}.{home}")
+        serial = getattr(source, twin)
         if path == "parallel":
             threads = min(threads, module.runtime.thread_limit())
             with module.runtime.thread_mask(threads):
-                getattr(module, kernel)(pieces, *arguments)
+                getattr(source, kernel)(pieces, *arguments)
         elif path == "pool":
             _over_pool(lambda part: serial(part, *arguments), pieces, threads)
         else:

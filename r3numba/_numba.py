@@ -16,12 +16,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["address_of", "copy_bytes", "jit", "load_int16", "load_int32", "load_uint8", "prange"]
+__all__ = [
+    "address_of", "copy_bytes", "jit", "load_int16", "load_int32", "load_uint8", "load_uint32", "load_uint64", "prange",
+    "uint64",
+]  # fmt: skip
 
 #: NUMBA_DISABLE_JIT=1 runs the kernels as plain Python: for debuggers, coverage and bounds checks.
 JIT_DISABLED: bool = bool(numba.config.DISABLE_JIT)
@@ -92,12 +96,18 @@ if JIT_DISABLED:
     load_uint8: Any = _python_load(ctypes.c_uint8)
     load_int16: Any = _python_load(ctypes.c_int16)
     load_int32: Any = _python_load(ctypes.c_int32)
+    load_uint32: Any = _python_load(ctypes.c_uint32)
+    load_uint64: Any = lambda address, index: np.uint64(_python_load(ctypes.c_uint64)(address, index))  # noqa: E731
+    uint64: Any = np.uint64
     copy_bytes: Any = _python_copy
     address_of: Any = lambda array: array.ctypes.data  # noqa: E731  (a def would need the annotation twice)
 else:
     load_uint8 = _load(types.uint8, 8)
     load_int16 = _load(types.int16, 16)
     load_int32 = _load(types.int32, 32)
+    load_uint32 = _load(types.uint32, 32)
+    load_uint64 = _load(types.uint64, 64)
+    uint64 = numba.uint64
     copy_bytes = _copy_bytes
     address_of = _address_of
 

@@ -122,7 +122,7 @@ def address_of(array: NDArray[Any]) -> int:
 
 
 def cut_pieces(plan: Plan, out: NDArray[Any], threads: int, align: int) -> NDArray[np.int64]:
-    """Return the work items, int64 [pieces, 3]: first row, end row, and the span that the first row lies in.
+    """Return the work items, int64 [pieces, 4]: first row, end row, the span of the first row, and the item's number.
 
     Pieces hold equal bytes, whole multiples of ``align`` in the addresses of ``out`` (rounded to rows), and are
     **dealt** like cards: both executors give each thread a contiguous run of items, so that thread t gets pieces t,
@@ -130,7 +130,7 @@ def cut_pieces(plan: Plan, out: NDArray[Any], threads: int, align: int) -> NDArr
     """
     total = plan.total_rows
     if threads == 1 or total < 2:
-        return np.array([[0, total, 0]])
+        return np.array([[0, total, 0, 0]])
     nbytes, base_address = total * plan.row_bytes, address_of(out)
     step = min(max(1, nbytes // (threads * PIECES_A_THREAD * align)), PIECE_UNITS) * align
     begin = base_address // align * align + step
@@ -138,5 +138,5 @@ def cut_pieces(plan: Plan, out: NDArray[Any], threads: int, align: int) -> NDArr
     edges = np.unique(np.concatenate(([0, total], inner)))
     low, high = edges[:-1], edges[1:]
     span = np.searchsorted(plan.bounds, low, side="right") - 1
-    pieces = np.stack((low, high, span), axis=1)
+    pieces = np.stack((low, high, span, np.arange(len(low))), axis=1)
     return np.concatenate([pieces[thread::threads] for thread in range(threads)])

@@ -25,7 +25,7 @@ def move_pieces(plan: Plan, pieces: NDArray[np.int64], out: NDArray[Any], mask: 
         (plan.total_rows, len(plan.layer_of), plan.sources.topk),
         (plan.row_stride * size, plan.layer_stride * size, size),
     )
-    for row, end, span in pieces.tolist():
+    for row, end, span, _ in pieces.tolist():
         while row < end:
             stop = min(end, int(plan.bounds[span + 1]))
             routes_begin = int(plan.bounds[span] + plan.first[span])

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._batch import FRESH, Memory, Request, destination, masks_of, read_order, read_request, rows_of, tensor_of
+from ._batch import (
+    FRESH,
+    Memory,
+    Request,
+    carry_out,
+    destination,
+    masks_of,
+    read_order,
+    read_request,
+    rows_of,
+    tensor_of,
+)
 from ._checks import integer, integer_vector, kind, not_negative
-from ._dispatch import checked_num_threads, execute
+from ._dispatch import checked_num_threads
 from ._memory import check_addressable
 from ._plan import row_major
 from ._policy import Policy, policy_from_environment
+
+if TYPE_CHECKING:
+    from .audit import RouteAudit
 
 Padding = Literal["left", "right"]
 
@@ -33,8 +47,8 @@ class RouteBatch:
         Tokens of each trajectory, and how many of them came with a route.
     starts : ndarray ``[batch]``, int64
         The column of each trajectory's token 0.
-    audit : None
-        The audit's report, where one was asked for.
+    audit : RouteAudit or None
+        The report, where ``audit=True`` asked for one; ``select`` does not pass it on.
 
     Notes
     -----
@@ -56,7 +70,7 @@ class RouteBatch:
     sequence_lengths: NDArray[np.int64]
     captured_lengths: NDArray[np.int64]
     starts: NDArray[np.int64]
-    audit: None = None
+    audit: RouteAudit | None = None
     _has_missing: NDArray[np.bool_] | None = None
 
     @property
@@ -168,12 +182,12 @@ def collate_routes(
         uint8, int16 or int32 (NumPy's or torch's); by default the widest of the batch.
     num_experts : int, optional
         Experts of a layer; fixes the dtype to the one that every rank derives from it.
-    moe_layers : None
-        Not part of this release.
+    moe_layers : bool ``[layers]``, optional
+        Which layers have experts, for the audit: dense ones are all zero by design.
     missing : sequence of None or bool ``[n_i]``, optional
         Rows inside the captured part that the engine did not record (True); they become dummies.
     audit : bool
-        Not part of this release.
+        Whether to audit the routes in the same pass; the report is the result's ``audit``, and nothing is raised.
     out : ndarray or CPU tensor, optional
         Where to write: exact shape and dtype, C-contiguous, writable, apart from the inputs.
     num_threads : int, optional
@@ -272,5 +286,7 @@ def write_rectangle(
         columns = width - request.lengths
     array, mask, fresh = destination(out, shape, shape[:2], request, memory, policy)
     plan = row_major(sources, np.arange(batch + 1) * width, columns, request.dtype, request.missing)
-    execute(plan, array.reshape(-1), mask.reshape(-1), fresh=fresh, num_threads=threads, policy=policy)
-    return RouteBatch(array, mask, request.lengths, sources.rows, columns, None, request.has_missing)
+    audit = carry_out(
+        request, plan, array.reshape(-1), mask.reshape(-1), fresh=fresh, num_threads=threads, policy=policy
+    )
+    return RouteBatch(array, mask, request.lengths, sources.rows, columns, audit, request.has_missing)

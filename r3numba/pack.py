@@ -5,17 +5,31 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._batch import FRESH, Memory, Request, destination, masks_of, read_order, read_request, rows_of, tensor_of
-from ._dispatch import checked_num_threads, execute
+from ._batch import (
+    FRESH,
+    Memory,
+    Request,
+    carry_out,
+    destination,
+    masks_of,
+    read_order,
+    read_request,
+    rows_of,
+    tensor_of,
+)
+from ._dispatch import checked_num_threads
 from ._memory import check_addressable
 from ._plan import row_major
 from ._policy import Policy, policy_from_environment
 from .collate import Padding, RouteBatch, place, write_rectangle
+
+if TYPE_CHECKING:
+    from .audit import RouteAudit
 
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -34,6 +48,8 @@ class PackedRoutes:
         Where each trajectory begins, and the sum.
     captured_lengths : ndarray ``[batch]``, int64
         How many tokens of each trajectory came with a route.
+    audit : RouteAudit or None
+        The report, where ``audit=True`` asked for one; ``select`` and slices do not pass it on.
 
     Notes
     -----
@@ -52,6 +68,7 @@ class PackedRoutes:
     padding_mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
     captured_lengths: NDArray[np.int64]
+    audit: RouteAudit | None = None
     _has_missing: NDArray[np.bool_] | None = None
 
     @property
@@ -166,7 +183,7 @@ class PackedRoutes:
 
     def __reduce__(self) -> tuple[type[PackedRoutes], tuple[Any, ...]]:
         return PackedRoutes, (
-            self.array, self.padding_mask, self.offsets, self.captured_lengths, self._has_missing
+            self.array, self.padding_mask, self.offsets, self.captured_lengths, self.audit, self._has_missing
         )  # fmt: skip
 
 
@@ -244,5 +261,5 @@ def write_pack(request: Request, out: object, num_threads: object, memory: Memor
     check_addressable(shape, request.dtype)
     array, mask, fresh = destination(out, shape, shape[:1], request, memory, policy)
     plan = row_major(sources, offsets, np.zeros(len(request.lengths), np.int64), request.dtype, request.missing)
-    execute(plan, array.reshape(-1), mask, fresh=fresh, num_threads=threads, policy=policy)
-    return PackedRoutes(array, mask, offsets, sources.rows, request.has_missing)
+    audit = carry_out(request, plan, array.reshape(-1), mask, fresh=fresh, num_threads=threads, policy=policy)
+    return PackedRoutes(array, mask, offsets, sources.rows, audit, request.has_missing)

@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TEST = ("pytest>=8", "hypothesis>=6.100")
 MAIN = (
-    *TEST, "numba>=0.60", "torch==2.13.0", "omegaconf>=2.3", "megatron-core==0.16.1", "rich>=13", "matplotlib>=3.8",
+    *TEST, "numba>=0.60", "torch==2.13.0", "httpx>=0.27", "pybase64>=1.4", "safetensors>=0.4",
+    "omegaconf>=2.3", "megatron-core==0.16.1", "rich>=13", "matplotlib>=3.8",
     "asv>=0.6.4", "virtualenv", "tbb", "ruff==0.17.6", "mypy==2.4.1",
 )  # fmt: skip
 EXECUTOR = "tests/test_executor.py"
@@ -43,7 +44,8 @@ ENVIRONMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "python3.13": ("3.13", (*TEST, "numba>=0.60")),
 }
 #: What a lane on another Python proves: the core. The processes' cases need torch or are slow, and ran on main.
-CORE = (EXECUTOR, "tests/test_topology.py", "tests/test_routes.py", "tests/test_bad_input.py", "tests/test_batch.py")
+CORE = (EXECUTOR, "tests/test_topology.py", "tests/test_routes.py", "tests/test_bad_input.py", "tests/test_batch.py",
+        "tests/test_audit.py", "tests/test_wire.py", "tests/test_trace.py")  # fmt: skip
 
 LANES = (
     Lane("main", "main", ("tests", "--doctest-modules", "r3numba")),

@@ -1,189 +1,134 @@
-"""Soak: a million random batches over every forced path against the oracle. Resumable; ``make soak`` runs it.
+"""Soak: millions of random cases against naive oracles. Resumable; ``make soak`` runs all of it.
 
-    python scripts/soak.py                    go on where the last run stopped, then write docs/soak.md
-    python scripts/soak.py --only 12345       one case again (the number that a failure printed)
+    python scripts/soak.py                              go on where the last run stopped, then write docs/soak.md
+    python scripts/soak.py --campaign wire --only 123   one case again (the number that a failure printed)
 
-Case i draws everything from the seed and i, so that a failure is reproduced by its number alone.
+Case i of a campaign draws everything from the seed and i, so that a failure is reproduced by its number alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import multiprocessing
 import os
 import platform
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-import oracle  # noqa: E402  (tests/ is not a package)
-import paths  # noqa: E402
-
-import r3numba  # noqa: E402
-import r3numba._dispatch as dispatch  # noqa: E402
-
 STATE = ROOT / ".soak"
 PAGE = ROOT / "docs" / "soak.md"
-CHUNK = 2_000
-DTYPES = (np.uint8, np.int16, np.int32)
-LAYOUTS = ("left", "right", "starts", "pack", "select", "pad")
+CHUNK = 1_000
 
 
-def draw_source(rng, rows, layers, topk):
-    """Return routes ``[rows, layers, topk]`` of a random dtype and memory layout."""
-    dtype = DTYPES[rng.integers(3)]
-    largest = min(int(np.iinfo(dtype).max), 2**31 - 1)
-    kind = rng.integers(7)
-    if kind == 0:
-        wide = rng.integers(0, largest, (rows, layers, 2 * topk), dtype=dtype, endpoint=True)
-        return wide[:, :, :: 2 if rng.random() < 0.5 else -2][:, :, :topk]
-    if kind == 1:
-        return rng.integers(0, largest, (layers, rows, topk), dtype=dtype, endpoint=True).transpose(1, 0, 2)
-    if kind == 2:
-        return rng.integers(0, largest, (2 * rows, layers + 1, topk), dtype=dtype, endpoint=True)[::2, 1:]
-    if kind == 3:
-        raw = np.zeros(rows * layers * topk * np.dtype(dtype).itemsize + 1, np.uint8)[1:].view(dtype)
-        raw[...] = rng.integers(0, largest, raw.size, dtype=dtype, endpoint=True)
-        return raw.reshape(rows, layers, topk)
-    if kind == 4:
-        return np.asfortranarray(rng.integers(0, largest, (rows, layers, topk), dtype=dtype, endpoint=True))
-    return rng.integers(0, largest, (rows, layers, topk), dtype=dtype, endpoint=True)
+@dataclass(frozen=True)
+class Campaign:
+    """A module ``soak_NAME`` with ``check_case(seed, index)``, and how many cases of it make a soak."""
+
+    count: int
+    what: str
 
 
-def check_case(seed, index):
-    """Run one random batch on every path and compare each with the oracle."""
-    rng = np.random.default_rng([seed, index])
-    layers, topk = int(rng.integers(1, 5)), int(rng.integers(1, 6))
-    most_rows = 400 if index % 500 == 0 else 9  # now and then one that has many pieces
-    batch = int(rng.integers(1, 6))
-    rows = [0 if rng.random() < 0.15 else int(rng.integers(1, most_rows + 1)) for _ in range(batch)]
-    rows[rng.integers(batch)] = int(rng.integers(1, most_rows + 1))
-    routes = [draw_source(rng, n, layers, topk) if n else None for n in rows]
-    lengths = [n + int(rng.integers(0, 4)) for n in rows]
-    missing = None
-    if rng.random() < 0.4:
-        missing = [rng.random(n) < rng.choice([0.1, 0.5, 1.0]) if n and rng.random() < 0.7 else None for n in rows]
-    widest = max((r.dtype for r in routes if r is not None), key=lambda dtype: dtype.itemsize)
-    wider = [d for d in DTYPES if np.dtype(d).itemsize >= widest.itemsize]
-    dtype = np.dtype(wider[rng.integers(len(wider))])
-    layout = LAYOUTS[rng.integers(len(LAYOUTS))]
-    width = max(lengths) + int(rng.integers(0, 3))
-    columns = {"right": [0] * batch, "left": oracle.left(lengths, width)}.get(
-        layout, [int(rng.integers(0, width - length + 1)) for length in lengths]
-    )
-    order = rng.integers(0, batch, int(rng.integers(1, 6)))
-    threads, align = int(rng.integers(1, 4)), int(rng.choice([1, 64, 4096]))
-    if layout in ("pack", "select"):
-        picked = order if layout == "select" else np.arange(batch)
-        wanted, mask = pack_of(routes, lengths, dtype, missing, picked)
-    else:
-        wanted, mask = oracle.rectangle(routes, lengths, columns, width, dtype, missing)
-    for path in paths.ALL_PATHS:
-        policy = paths.forced(path, piece_align=align)
-        options = {"dtype": dtype, "missing": missing, "num_threads": threads, "_policy": policy}
-        if layout in ("left", "right"):
-            result = r3numba.collate_routes(routes, lengths, padding=layout, max_length=width, **options)
-        elif layout == "starts":
-            result = r3numba.collate_routes(routes, lengths, starts=columns, max_length=width, **options)
-        else:
-            result = r3numba.pack_routes(routes, lengths, **options)
-            os.environ["R3NUMBA_POLICY"] = f"force_{path}"
-            if layout == "select":
-                result = result.select(order, num_threads=threads)
-            elif layout == "pad":
-                result = result.pad(starts=columns, max_length=width, num_threads=threads)
-            del os.environ["R3NUMBA_POLICY"]
-        ran = r3numba.backend_info()["path"]
-        if ran != path:
-            raise AssertionError(f"case {index}: path {ran} ran where {path} was forced")
-        if result.array.dtype != dtype or not np.array_equal(result.array, wanted):
-            raise AssertionError(f"case {index}: {layout} on {path}: wrong indices")
-        if not np.array_equal(result.padding_mask, mask):
-            raise AssertionError(f"case {index}: {layout} on {path}: wrong mask")
-
-
-def pack_of(routes, lengths, dtype, missing, picked):
-    """Return the oracle's pack of some trajectories, which may all be without rows."""
-    indices, mask, offsets = oracle.pack(routes, lengths, dtype, missing)
-    rows = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in picked])
-    return indices[rows], mask[rows]
+CAMPAIGNS = {
+    "collate": Campaign(1_000_000, "random batches on every forced path (parallel, pool, serial, slices)"),
+    "wire": Campaign(1_000_000, "payloads and bodies: valid, mutated, hostile"),
+    "trace": Campaign(100_000, "random call sequences on traces"),
+}
 
 
 def run_chunk(task):
-    """Check one chunk of cases; return its number, or the first failure."""
-    seed, chunk = task
-    dispatch.permitted_cpus_cached = lambda: 3
+    """Check one chunk of cases; return its number, and the first failure or None."""
+    name, seed, chunk = task
+    check_case = importlib.import_module(f"soak_{name}").check_case
     for index in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         try:
             check_case(seed, index)
         except Exception as error:
-            return chunk, f"{type(error).__name__}: {error} (python scripts/soak.py --seed {seed} --only {index})"
+            again = f"python scripts/soak.py --campaign {name} --seed {seed} --only {index}"
+            return chunk, f"{type(error).__name__}: {error} ({again})"
     return chunk, None
 
 
 def versions():
     """Return the versions that a result depends on."""
     import numba
+    import numpy
+
+    import r3numba
 
     ours = f"r3numba {r3numba.__version__}, Python {platform.python_version()}"
-    return f"{ours}, NumPy {np.__version__}, Numba {numba.__version__}"
+    return f"{ours}, NumPy {numpy.__version__}, Numba {numba.__version__}"
+
+
+def run_campaign(pool, name, seed, count):
+    """Run what is left of a campaign; return its state, or None after a failure."""
+    file = STATE / f"{name}-{seed}.json"
+    state = {"versions": versions(), "done": [], "seconds": 0.0}
+    if file.exists():
+        saved = json.loads(file.read_text())
+        state = saved if saved["versions"] == state["versions"] else state
+    done = set(state["done"])
+    left = [(name, seed, chunk) for chunk in range(-(-count // CHUNK)) if chunk not in done]
+    begin, before = time.monotonic(), state["seconds"]
+    for chunk, failure in pool.imap_unordered(run_chunk, left):
+        if failure:
+            print(f"\n{name}: {failure}")
+            return None
+        done.add(chunk)
+        state.update(done=sorted(done), seconds=before + time.monotonic() - begin, date=str(datetime.date.today()))
+        file.write_text(json.dumps(state))
+        print(f"\r{name}: {len(done) * CHUNK:,} cases", end="", flush=True)
+    print()
+    return state
+
+
+def write_page(states, seed):
+    """Write docs/soak.md."""
+    rows = [
+        f"| {name} | {CAMPAIGNS[name].what} | {len(state['done']) * CHUNK:,} | 0 | {state['seconds']:,.0f} | "
+        f"{state['date']} | {state['versions']} |"
+        for name, state in states.items()
+    ]
+    text = [
+        "# Soak", "", f"Generated by `make soak`; do not edit. Seed {seed}, {os.cpu_count()} CPUs.", "",
+        "| campaign | what is drawn | cases | mismatches with the oracle | seconds | date | versions |",
+        "| --- | --- | ---: | ---: | ---: | --- | --- |", *rows, "",
+    ]  # fmt: skip
+    PAGE.write_text("\n".join(text))
+    print("wrote", PAGE.relative_to(ROOT))
 
 
 def main():
-    """Run what is left of the campaign, and write the page when all of it passed."""
+    """Run what is left of the campaigns, and write the page when all of it passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=20261129)
-    parser.add_argument("--count", type=int, default=1_000_000)
-    parser.add_argument("--only", type=int)
-    arguments = parser.parse_args()
-    if arguments.only is not None:
-        dispatch.permitted_cpus_cached = lambda: 3
-        check_case(arguments.seed, arguments.only)
+    parser.add_argument("--campaign", choices=CAMPAIGNS)
+    parser.add_argument("--count", type=int, help="cases of each campaign, in place of its own count")
+    parser.add_argument("--only", type=int, help="run this one case of --campaign here")
+    options = parser.parse_args()
+    names = [options.campaign] if options.campaign else list(CAMPAIGNS)
+    if options.only is not None:
+        importlib.import_module(f"soak_{names[0]}").check_case(options.seed, options.only)
         print("passed")
         return 0
     STATE.mkdir(exist_ok=True)
-    state_file = STATE / f"collate-{arguments.seed}.json"
-    state = {"versions": versions(), "done": [], "seconds": 0.0}
-    if state_file.exists():
-        saved = json.loads(state_file.read_text())
-        state = saved if saved["versions"] == state["versions"] else state
-    done = set(state["done"])
-    left = [(arguments.seed, chunk) for chunk in range(-(-arguments.count // CHUNK)) if chunk not in done]
-    begin, before = time.monotonic(), state["seconds"]
     # Two processes of two spinning OpenMP threads would wait for each other on two cores.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    states = {}
     # spawn: each worker starts its own threading layer; a forked one could not launch the parallel kernel
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        for chunk, failure in pool.imap_unordered(run_chunk, left):
-            if failure:
-                print(failure)
+        for name in names:
+            states[name] = run_campaign(pool, name, options.seed, options.count or CAMPAIGNS[name].count)
+            if states[name] is None:
                 pool.terminate()
                 return 1
-            done.add(chunk)
-            state.update(done=sorted(done), seconds=before + time.monotonic() - begin)
-            state_file.write_text(json.dumps(state))
-            print(f"\r{len(done) * CHUNK:,} batches", end="", flush=True)
-    lines = [
-        "# Soak", "", "Generated by `make soak`; do not edit.", "",
-        "| what | value |", "| --- | --- |",
-        f"| random batches | {len(done) * CHUNK:,} |",
-        f"| paths, each forced on every batch | {', '.join(paths.ALL_PATHS)} |",
-        f"| layouts | {', '.join(LAYOUTS)} |",
-        "| mismatches with the oracle | 0 |",
-        f"| seed | {arguments.seed} |",
-        f"| versions | {versions()} |",
-        f"| date | {datetime.date.today()} |",
-        f"| time | {state['seconds']:,.0f} s on {os.cpu_count()} CPUs |", "",
-    ]  # fmt: skip
-    PAGE.write_text("\n".join(lines))
-    print("\nwrote", PAGE.relative_to(ROOT))
+    if options.count is None and options.campaign is None:
+        write_page(states, options.seed)
     return 0
 
 

@@ -12,6 +12,7 @@ ALLOWED_SKIPS = {
     "needs Numba": "lanes without Numba: nothing to compile, fork or launch",
     "needs megatron-core": "lanes without the guard's extra: the real TransformerConfig",
     "needs omegaconf": "lanes without the guard's extra: the real OmegaConf node",
+    "needs the client extra": "lanes without the client extra",
     "needs the cli extra": "lanes without rich and matplotlib",
     "needs asv": "lanes without the benchmark group",
     "needs a tbb library that Numba finds": "the layer loads only where the library is on the loader's path",

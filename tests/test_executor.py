@@ -231,9 +231,9 @@ def test_pieces_tile_the_destination(lengths, threads, base, align):
     tiled = sorted(pieces.tolist())
     assert tiled[0][0] == 0
     assert tiled[-1][1] == bounds[-1]
-    for (_, end, _), (begin, _, _) in itertools.pairwise(tiled):
+    for (_, end, *_), (begin, *_) in itertools.pairwise(tiled):
         assert end == begin
-    for begin, _, span in tiled:
+    for begin, _, span, _ in tiled:
         assert bounds[span] <= begin <= bounds[span + 1]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from .._dispatch import backend_info
 from ..topology import cgroup_memory_available, permitted_cpus
 from .arms import ARMS, Arm, Workbench, available, check_equal
+from .capture import run_captures
 from .fresh_process import first_call_times, import_times, peak_memory
 from .host import host_record
 from .limit import CANDIDATES, MEMORY_KINDS, THREAD_COUNTS, Limit, limit_of
@@ -82,6 +83,8 @@ def run_suite(settings: Settings, progress: Progress, command: str) -> dict[str,
         skewed_batch = _fitting(middle, functools.partial(make_skewed, shape, middle))
         skewed = skewed_batch and run_case(skewed_batch, SKEWED_ARMS, settings.repeat, progress, limit_threads=(2,))
         tiny = _tiny(settings, progress)
+        progress.section("decode, trace, audit", 14 * settings.repeat)
+        captures = run_captures(settings.repeat, progress.step)
     return {
         "schema": SCHEMA,
         "command": command,
@@ -96,6 +99,7 @@ def run_suite(settings: Settings, progress: Progress, command: str) -> dict[str,
         "others": others,
         "skewed": skewed,
         "tiny": tiny,
+        "captures": captures,
         **_processes(settings, progress),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The command ``r3numba``: ``demo``, ``doctor`` and ``bench``.
+"""The command ``r3numba``: ``demo``, ``doctor``, ``bench`` and ``inspect``.
 
 Importing this imports neither Numba, torch, rich nor matplotlib; each command imports what it needs when it runs.
 """
@@ -14,7 +14,7 @@ from typing import Final
 from .console import MissingExtraError
 
 #: Each is a module here with ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> exit status``.
-COMMANDS: Final = ("demo", "doctor", "bench")
+COMMANDS: Final = ("demo", "doctor", "bench", "inspect")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from .._bench import figures
@@ -47,6 +47,7 @@ def print_report(out: Any, record: Mapping[str, Any]) -> None:
     if record["skewed"]:
         out.print(case_table(record["skewed"]))
     out.print(tiny_table(record["tiny"]))
+    out.print(capture_table(record["captures"]))
     for line in process_lines(record):
         out.print(line)
     out.print(target_table(record))
@@ -169,6 +170,22 @@ def tiny_table(tiny: Mapping[str, Any]) -> Any:
         f"{tiny['a_trajectory'] * 1e6:+.2f} us a trajectory"
     )
     return table(title, ("batch", "size", *labels, "overhead", "allowed"), rows)
+
+
+def capture_table(captures: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the table of decoding, traces and the audit, each held against the least work of its kind."""
+    labels = {arm["name"]: arm["label"] for arm in captures}
+    rows = [
+        (
+            arm["label"],
+            milliseconds(arm["median"]),
+            f"{arm['nbytes'] / arm['median'] / 1e9:.1f}",
+            "" if arm["against"] is None else f"{arm['ratio']:.2f}x of {labels[arm['against']]}",
+            "noisy" if arm["noisy"] else "",
+        )
+        for arm in captures
+    ]
+    return table("Before the batch: decoding, traces, audit", ("arm", "ms", "GB/s", "time", "repetitions"), rows)
 
 
 def process_lines(record: Mapping[str, Any]) -> Iterator[str]:
