@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._checks import is_tensor
+from ._checks import as_array
 from ._plan import SLICES_TEMPLATE_BYTES, Plan
 from ._tally import DUPLICATE, RANGE, REPEATED, ZERO, ZERO_ROW
 
@@ -25,9 +25,8 @@ def audit_pieces(plan: Plan, pieces: NDArray[np.int64], task: AuditTask, long_ru
             shift = int(plan.bounds[span] + plan.first[span])
             begin, stop = max(0, row - shift), min(int(plan.sources.rows[span]), until - shift)
             if begin < stop:
-                held = plan.sources.held[span]
-                source = held.detach().numpy() if is_tensor(held) else held
-                gone = None if plan.missing_held is None else plan.missing_held[span]
+                source = as_array(plan.sources.held[span])
+                gone = None if plan.missing_held is None else as_array(plan.missing_held[span])
                 tally, zeros = task.tallies[order + span], task.zeros[order + span]
                 step = max(1, SLICES_TEMPLATE_BYTES // plan.row_bytes)
                 for first in range(begin, stop, step):

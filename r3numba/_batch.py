@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._checks import (
+    as_array,
     canonical_dtype,
     dummy_fits,
     experts_dtype,
@@ -46,14 +47,14 @@ FRESH = FreshMemory()
 class Request:
     """A batch that passed its checks: sources, ``lengths`` int64 [batch] in tokens, masks of missing rows, dtype.
 
-    ``also_read`` names arrays, apart from the sources, that a destination may not overlap.
+    ``also_read`` are arrays, apart from the sources, that a destination may not overlap: a name for each list of them.
     """
 
     sources: Sources
     lengths: NDArray[np.int64]
-    missing: list[NDArray[np.bool_] | None] | None
+    missing: Sequence[Any] | None
     dtype: np.dtype[Any]
-    also_read: Sequence[tuple[str, NDArray[Any]]] = ()
+    also_read: Sequence[tuple[str, Sequence[Any]]] = ()
     audit: AuditOptions | None = None
 
     @property
@@ -89,13 +90,13 @@ def read_request(
     result = _result_dtype(sources, dtype, num_experts)
     dummy_fits(sources.topk, result)
     masks = read_missing(missing, sources)
-    named = [(f"missing[{index}]", mask) for index, mask in enumerate(masks or ()) if mask is not None]
     options = None
     if audit or moe_layers is not None:
         from .audit import read_options  # an import that batches without an audit do not pay
 
         options = read_options(sources, num_experts, moe_layers)
-    return Request(sources, lengths, effective(masks), result, named, options if audit else None)
+    also_read = () if masks is None else (("missing", masks),)
+    return Request(sources, lengths, effective(masks), result, also_read, options if audit else None)
 
 
 def _result_dtype(sources: Sources, dtype: object, num_experts: object) -> np.dtype[Any]:
@@ -147,9 +148,26 @@ def _refuse_overlap(out: NDArray[Any], request: Request) -> None:
     touching = (low < begin + out.nbytes) & (end > begin)
     if touching.any():
         raise ValueError(f"out overlaps routes[{int(np.argmax(touching))}], need memory of its own")
-    for name, array in request.also_read:
-        if np.may_share_memory(array, out):
-            raise ValueError(f"out overlaps {name}, need memory of its own")
+    for name, arrays in request.also_read:
+        for index, array in enumerate(arrays):
+            if array is not None and np.may_share_memory(as_array(array), out):
+                which = name if len(arrays) == 1 and name != "missing" else f"{name}[{index}]"
+                raise ValueError(f"out overlaps {which}, need memory of its own")
+
+
+class RowViews(Sequence[NDArray[Any]]):
+    """Views of rows of one array, each made when it is asked for: the kernels need only the array to stay alive."""
+
+    __slots__ = ("array", "begin", "rows")
+
+    def __init__(self, array: NDArray[Any], begin: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        self.array, self.begin, self.rows = array, begin, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array[self.begin[index] : self.begin[index] + self.rows[index]]
 
 
 def rows_of(array: NDArray[Any], begin: NDArray[np.int64], rows: NDArray[np.int64]) -> Sources:
@@ -157,7 +175,7 @@ def rows_of(array: NDArray[Any], begin: NDArray[np.int64], rows: NDArray[np.int6
     _, layers, topk = array.shape
     size = array.itemsize
     return Sources(
-        held=[array[start : start + count] for start, count in zip(begin.tolist(), rows.tolist(), strict=True)],
+        held=RowViews(array, begin, rows),
         address=address_of(array) + begin * (layers * topk * size),
         rows=rows,
         itemsize=np.full(len(rows), size, np.int8),

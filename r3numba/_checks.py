@@ -70,6 +70,16 @@ def host_array(name: str, value: object, need: str) -> NDArray[Any]:
     raise TypeError(f"{name} is a {kind(value)}, need an ndarray or a CPU tensor")
 
 
+def as_array(value: Any) -> NDArray[Any]:
+    """Return an ndarray or CPU tensor that passed its checks as an ndarray of the same memory."""
+    return value.detach().numpy() if is_tensor(value) else value  # type: ignore[no-any-return]  # both are arrays
+
+
+def contiguous(value: Any) -> Any:
+    """Return an ndarray or tensor, copied where it is not C-contiguous."""
+    return value.contiguous() if is_tensor(value) else np.ascontiguousarray(value)
+
+
 def host_tensor(name: str, tensor: Any) -> None:
     """Refuse a tensor that the CPU cannot read in place."""
     if tensor.device.type != "cpu":
@@ -80,7 +90,8 @@ def host_tensor(name: str, tensor: Any) -> None:
 
 def integer_vector(name: str, values: object, count: int | None = None) -> NDArray[np.int64]:
     """Return a sequence, ndarray or CPU tensor of integers as a new int64 array of one dimension."""
-    if is_tensor(values) or isinstance(values, np.ndarray):
+    given = is_tensor(values) or isinstance(values, np.ndarray)
+    if given:
         array = host_array(name, values, "integers")
     else:
         array = _vector_of(name, sequence(name, values, "a sequence of integers"))
@@ -92,7 +103,7 @@ def integer_vector(name: str, values: object, count: int | None = None) -> NDArr
         raise ValueError(f"{name} has {len(array)} entries, need {count}, one for each trajectory")
     if array.dtype == np.uint64 and len(array) and int(array.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{name}[{int(array.argmax())}] is {int(array.max())}, need less than 2^63")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=given)  # a vector made here is ours already
 
 
 def _vector_of(name: str, items: list[Any]) -> NDArray[np.int64]:

@@ -15,25 +15,25 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ._policy import MEBIBYTE, Policy
+from ._policy import Policy
 from .topology import cgroup_memory_available
 
-HUGE_PAGE = 2 * MEBIBYTE
 #: Indices and mask of a batch share one recycled buffer; the mask starts on a cache line of its own.
 _LINE = 64
 _ADDRESSABLE = 1 << 62  # no address space is larger, and a plan's int64 arithmetic holds below it
 
 
-def check_room(nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any], policy: Policy) -> None:
+def check_room(nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any], policy: Policy, freed: int = 0) -> None:
     """Raise MemoryError, with both figures, where a new allocation cannot fit in what the container may still use.
 
-    Only above ``policy.memory_check_from``; R3NUMBA_MEMORY_CHECK=0 turns it off.
+    ``freed`` bytes of ours will be given back before it. Only above
+    ``policy.memory_check_from``; R3NUMBA_MEMORY_CHECK=0 turns it off.
     """
     if nbytes <= policy.memory_check_from or os.environ.get("R3NUMBA_MEMORY_CHECK", "1") == "0":
         return
     available = cgroup_memory_available()
-    if available is not None and nbytes > available:
-        _refuse(nbytes, shape, dtype, available)
+    if available is not None and nbytes > available + freed:
+        _refuse(nbytes, shape, dtype, available + freed)
 
 
 def _refuse(nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any], available: int) -> NoReturn:
@@ -101,8 +101,11 @@ class RecycledMemory:
         buffer = self._take(needed)
         fresh = buffer is None
         if buffer is None:
-            check_room(needed, shape, dtype, policy)
-            buffer = _aligned_buffer(needed)
+            check_room(needed, shape, dtype, policy, freed=self.idle_bytes)
+            with self._lock:
+                # What is idle is too small for this loop's batches: it would never be used again at full size.
+                self._idle.clear()
+            buffer = np.empty(needed, np.uint8)
         owner = _Owner(buffer)
         weakref.finalize(owner, self._give_back, buffer, self._generation).atexit = False
         lent = np.asarray(owner)
@@ -126,8 +129,6 @@ class RecycledMemory:
         with self._lock:
             fitting = [buffer for buffer in self._idle if buffer.nbytes >= needed]
             if not fitting:
-                # What is idle is too small for this loop's batches: it would never be used again at full size.
-                self._idle.clear()
                 return None
             best = min(fitting, key=lambda buffer: buffer.nbytes)
             self._idle = [buffer for buffer in self._idle if buffer is not best]
@@ -140,13 +141,3 @@ class RecycledMemory:
             idle = sum(other.nbytes for other in self._idle)
             if self._max_bytes is None or idle + buffer.nbytes <= self._max_bytes:
                 self._idle.append(buffer)
-
-
-def _aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Return uninitialised bytes; large ones begin on a huge page, so that no edge of them is made of small pages."""
-    if nbytes < HUGE_PAGE:
-        return np.empty(nbytes, np.uint8)
-    room = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
-    raw = np.empty(room + HUGE_PAGE, np.uint8)
-    skip = -int(raw.__array_interface__["data"][0]) % HUGE_PAGE
-    return raw[skip : skip + room]

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._checks import is_tensor
+from ._checks import as_array
 from ._plan import SLICES_TEMPLATE_BYTES, Plan, dummy_block
+
+#: Missing rows are looked for in parts of this many rows, so that the edges between them take no memory that counts.
+_CHUNK_ROWS = 4096
 
 
 def move_pieces(plan: Plan, pieces: NDArray[np.int64], out: NDArray[Any], mask: NDArray[np.bool_]) -> None:
@@ -56,21 +59,23 @@ def _move(
     source_row: int,
     dummies: NDArray[Any],
 ) -> None:
-    held = plan.sources.held[span]
-    source = held.detach().numpy() if is_tensor(held) else held
-    absent = None if plan.missing_held is None else plan.missing_held[span]
+    source = as_array(plan.sources.held[span])
+    absent = None if plan.missing_held is None else as_array(plan.missing_held[span])
     if absent is None:
         mask[begin:finish] = False
         _copy(plan, target[begin:finish], source[source_row : source_row + finish - begin])
         return
-    part = absent[source_row : source_row + finish - begin]
-    edges = [0, *(np.flatnonzero(part[1:] != part[:-1]) + 1).tolist(), len(part)]
-    for start, stop in itertools.pairwise(edges):
-        if part[start]:
-            _fill(target, mask, begin + start, begin + stop, dummies)
-        else:
-            mask[begin + start : begin + stop] = False
-            _copy(plan, target[begin + start : begin + stop], source[source_row + start : source_row + stop])
+    for chunk in range(0, finish - begin, _CHUNK_ROWS):
+        rows = min(_CHUNK_ROWS, finish - begin - chunk)
+        part = absent[source_row + chunk : source_row + chunk + rows]
+        edges = [0, *(np.flatnonzero(part[1:] != part[:-1]) + 1).tolist(), rows]
+        for start, stop in itertools.pairwise(edges):
+            row, end, first = begin + chunk + start, begin + chunk + stop, source_row + chunk + start
+            if part[start]:
+                _fill(target, mask, row, end, dummies)
+            else:
+                mask[row:end] = False
+                _copy(plan, target[row:end], source[first : first + stop - start])
 
 
 def _copy(plan: Plan, target: NDArray[Any], source: NDArray[Any]) -> None:

