@@ -41,6 +41,8 @@ class Memory(Protocol):
 
 
 FRESH = FreshMemory()
+#: Extents are looked at in parts of so many trajectories, so that their arithmetic takes no memory that counts.
+_PART = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Request:
         """Return bool [batch]: which trajectories have missing rows; None where none has."""
         if self.missing is None:
             return None
-        return np.array([mask is not None for mask in self.missing])
+        return np.fromiter((mask is not None for mask in self.missing), np.bool_, len(self.missing))
 
 
 def read_request(
@@ -74,6 +76,7 @@ def read_request(
     moe_layers: object,
     missing: object,
     audit: object,
+    out: object,
 ) -> Request:
     """Return the checked request of a public call; every fault of an input is raised here, before any write."""
     if audit is not False and audit is not True:
@@ -95,7 +98,7 @@ def read_request(
         from .audit import read_options  # an import that batches without an audit do not pay
 
         options = read_options(sources, num_experts, moe_layers)
-    also_read = () if masks is None else (("missing", masks),)
+    also_read = () if masks is None or out is None else (("missing", masks),)
     return Request(sources, lengths, effective(masks), result, also_read, options if audit else None)
 
 
@@ -144,10 +147,11 @@ def destination(
 def _refuse_overlap(out: NDArray[Any], request: Request) -> None:
     """Refuse an ``out`` inside whose bytes an input lies: the kernel reads while it writes."""
     begin = address_of(out)
-    low, end = extent(request.sources)
-    touching = (low < begin + out.nbytes) & (end > begin)
-    if touching.any():
-        raise ValueError(f"out overlaps routes[{int(np.argmax(touching))}], need memory of its own")
+    for first in range(0, len(request.lengths), _PART):
+        low, end = extent(request.sources, slice(first, first + _PART))
+        touching = (low < begin + out.nbytes) & (end > begin)
+        if touching.any():
+            raise ValueError(f"out overlaps routes[{first + int(np.argmax(touching))}], need memory of its own")
     for name, arrays in request.also_read:
         for index, array in enumerate(arrays):
             if array is not None and np.may_share_memory(as_array(array), out):
@@ -155,18 +159,29 @@ def _refuse_overlap(out: NDArray[Any], request: Request) -> None:
                 raise ValueError(f"out overlaps {which}, need memory of its own")
 
 
-class RowViews(Sequence[NDArray[Any]]):
-    """Views of rows of one array, each made when it is asked for: the kernels need only the array to stay alive."""
+class RowViews(Sequence[Any]):
+    """Views of rows of one array, each made when it is asked for, or None where a flag is False.
 
-    __slots__ = ("array", "begin", "rows")
+    The kernels need only the array to stay alive.
+    """
 
-    def __init__(self, array: NDArray[Any], begin: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        self.array, self.begin, self.rows = array, begin, rows
+    __slots__ = ("array", "begin", "flags", "rows")
+
+    def __init__(
+        self,
+        array: NDArray[Any],
+        begin: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        flags: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self.array, self.begin, self.rows, self.flags = array, begin, rows, flags
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
+        if self.flags is not None and not self.flags[index]:
+            return None
         return self.array[self.begin[index] : self.begin[index] + self.rows[index]]
 
 
@@ -191,14 +206,11 @@ def masks_of(
     begin: NDArray[np.int64],
     rows: NDArray[np.int64],
     has_missing: NDArray[np.bool_] | None,
-) -> list[NDArray[np.bool_] | None] | None:
+) -> RowViews | None:
     """Return the masks of missing rows, as views of the flat ``padding_mask``: a captured True is a missing row."""
     if has_missing is None or not has_missing.any():
         return None
-    return [
-        padding_mask[start : start + count] if flag else None
-        for start, count, flag in zip(begin.tolist(), rows.tolist(), has_missing.tolist(), strict=True)
-    ]
+    return RowViews(padding_mask, begin, rows, has_missing)
 
 
 def read_order(order: object, count: int) -> NDArray[np.int64]:

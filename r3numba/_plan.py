@@ -104,7 +104,8 @@ def row_major(
     if missing is None:
         addresses = _NO_ADDRESSES
     else:
-        addresses = np.array([0 if mask is None else address_of(mask) for mask in missing], np.int64)
+        found = (0 if mask is None else address_of(mask) for mask in missing)
+        addresses = np.fromiter(found, np.int64, len(missing))
     return Plan(
         sources=sources,
         bounds=bounds,

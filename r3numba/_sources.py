@@ -113,18 +113,19 @@ def _refuse_shape(index: int, shape: Sequence[int], model: int, layers: int, top
     )
 
 
-def extent(sources: Sources) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lowest address and the end address that each source touches, int64 [n]; equal where it has no rows."""
-    low, end = sources.address.copy(), sources.address + sources.itemsize
+def extent(sources: Sources, part: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lowest and the end address that each source of a part touches, int64; equal where it has no rows."""
+    rows, itemsize = sources.rows[part], sources.itemsize[part]
+    low, end = sources.address[part].copy(), sources.address[part] + itemsize
     elements = (sources.layers * sources.topk, sources.topk, 1)  # strides of a C-contiguous source
-    for axis, count in ((2, sources.topk), (1, sources.layers), (0, sources.rows)):
+    for axis, count in ((2, sources.topk), (1, sources.layers), (0, rows)):
         if len(sources.strides):
-            reach = sources.strides[:, axis] * (count - 1)
+            reach = sources.strides[part, axis] * (count - 1)
         else:
-            reach = sources.itemsize * (np.int64(elements[axis]) * (count - 1))
+            reach = itemsize * (np.int64(elements[axis]) * (count - 1))
         low += np.minimum(reach, 0)
         end += np.maximum(reach, 0)
-    return low, np.where(sources.rows > 0, end, low)
+    return low, np.where(rows > 0, end, low)
 
 
 def read_missing(missing: object, sources: Sources) -> list[Any] | None:

@@ -228,6 +228,7 @@ def collate_routes(
         moe_layers=moe_layers,
         missing=missing,
         audit=audit,
+        out=out,
     )
     columns, width = place(request.lengths, padding, starts, max_length)
     return write_rectangle(request, columns, width, out, num_threads, _memory, policy)

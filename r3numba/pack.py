@@ -133,6 +133,8 @@ class PackedRoutes:
         num_threads: int | None = None,
     ) -> RouteBatch:
         """Return the same trajectories as a rectangle; arguments and errors as in ``collate_routes``."""
+        if not len(self):
+            raise ValueError("the pack is empty, need at least one trajectory")
         request = self._request(np.arange(len(self)))
         columns, width = place(request.lengths, padding, starts, max_length)
         return write_rectangle(request, columns, width, out, num_threads, FRESH, policy_from_environment())
@@ -242,6 +244,7 @@ def pack_routes(
         moe_layers=moe_layers,
         missing=missing,
         audit=audit,
+        out=out,
     )
     return write_pack(request, out, num_threads, _memory, policy)
 
