@@ -213,8 +213,8 @@ def test_out_over_routes(call, side):
 
 @pytest.mark.parametrize("part", [5, 4], ids=["captured-rows", "dummy-rows"])
 def test_pad_over_its_own_pack(part):
-    memory = np.full(2000, 3, np.uint8)
-    pack = pack_routes(batch_of(ROWS), LENGTHS, out=memory[800:968].reshape(21, 2, 4))[:part]
+    memory, routes = np.full(2000, 3, np.uint8), replaced(batch_of(ROWS), 0, None)
+    pack = pack_routes(routes, LENGTHS, out=memory[800:968].reshape(21, 2, 4))[:part]
     size, end = part * 6 * 8, 800 + pack.array.nbytes
     for begin in (800 - size + 1, 801, end - 1):
         before = memory.tobytes()

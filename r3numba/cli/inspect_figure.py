@@ -12,7 +12,7 @@ from .console import figure_module
 from .demo_figure import CAPTURED, INK, MUTED, plain_axes
 
 if TYPE_CHECKING:
-    from .inspect import Report
+    from .inspection import Report
 
 
 def draw(path: Path, reports: Sequence[Report]) -> None:
