@@ -46,6 +46,8 @@ def router_padding_mask(attention_mask: Any, captured_lengths: Any) -> Any:
     torch = importlib.import_module("torch")
     if attention_mask.is_floating_point() or attention_mask.is_complex():
         raise TypeError(f"attention_mask has dtype {attention_mask.dtype}, need bool or integers")
+    if attention_mask.layout != torch.strided:
+        raise TypeError(f"attention_mask has layout {attention_mask.layout}, need a strided tensor")
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask has {attention_mask.dim()} dimensions, need 2: [batch, length]")
     lengths = captured_lengths.cpu() if is_tensor(captured_lengths) else captured_lengths

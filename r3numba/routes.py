@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ._checks import canonical_dtype, dtype_for, dummy_fits, experts_dtype, host_array, integer, is_tensor
+from ._checks import canonical_dtype, dtype_for, dummy_fits, experts_dtype, host_array, integer, is_tensor, sequence
 from ._dispatch import run, thread_count
 from ._policy import Policy, policy_from_environment
 
@@ -47,7 +47,8 @@ def dummy_routes(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     [[[0, 1, 2]], [[0, 1, 2]]]
     """
     kind = canonical_dtype("dtype", dtype)
-    sizes = tuple(integer(f"shape[{axis}]", size, 0) for axis, size in enumerate(shape))
+    entries = sequence("shape", shape, "a sequence of integers")
+    sizes = tuple(integer(f"shape[{axis}]", size, 0) for axis, size in enumerate(entries))
     if not sizes or sizes[-1] < 1:
         raise ValueError(f"shape is {list(sizes)}, need a last axis (topk) of at least 1")
     dummy_fits(sizes[-1], kind)
@@ -109,7 +110,7 @@ def compact_routes(
     """
     if missing not in ("raise", "mask"):
         raise ValueError(f"missing is {missing!r}, need 'raise' or 'mask'")
-    if copy not in (None, True, False):
+    if copy is not None and copy is not True and copy is not False:
         raise TypeError(f"copy is {copy!r}, need None, True or False")
     policy = _policy or policy_from_environment()
     if is_tensor(routes) and routes.device.type != "cpu":
@@ -231,26 +232,25 @@ def _compact_on_device(routes: Any, num_experts: int | None, missing: str, copy:
     topk = _check_form(tuple(routes.shape), integers, routes.dtype)
     wide = routes.to(torch.int64)
     low, high = (int(value) for value in torch.aminmax(wide)) if wide.numel() else (0, 0)
-    absent = None
-    if low < 0 or high >= 1 << 31:
-        # The refusal names coordinates; it is the path of an error, and of missing rows, so the host may do it.
-        compacted = _compact_array(wide.cpu().numpy(), num_experts, missing, copy, policy_from_environment())
-        result, absent = (torch.from_numpy(part).to(routes.device) for part in compacted)
-        return result, absent
-    dtype = _target_dtype(
-        wide.cpu().numpy() if num_experts and high >= num_experts else np.empty(0),
-        high,
-        num_experts,
-        topk,
-        filled=False,
-    )
+    absent = torch.zeros(len(routes), dtype=torch.bool, device=routes.device)
+    if low < 0:
+        # An error, or missing rows, which are few: the host looks where they are, and the device writes their dummies.
+        gone = _missing_rows(wide.cpu().numpy(), low, missing)
+        absent = torch.from_numpy(gone).to(routes.device)
+        if copy is False:
+            raise ValueError("copy is False, but missing rows have to be replaced by dummies")
+        wide = wide.clone()  # it is the input itself where that is int64
+        wide[absent] = torch.arange(topk, device=routes.device)
+        copy = True
+    refused = high >= 1 << 31 or (num_experts is not None and high >= num_experts)
+    where = wide.cpu().numpy() if refused else np.empty((0, 1, topk), np.int64)  # only a refusal names coordinates
+    dtype = _target_dtype(where, high, num_experts, topk, filled=bool(low < 0))
     target = getattr(torch, str(dtype))
-    if routes.dtype == target and routes.is_contiguous() and copy is not True:
-        result = routes
+    if copy is not True and routes.is_contiguous() and routes.element_size() == dtype.itemsize:
+        result = routes if routes.dtype == target else routes.view(target)
     elif copy is False:
         raise ValueError(f"copy is False, but routes of {routes.dtype} need one for {dtype}")
     else:
         result = wide.to(target).contiguous()
-    if missing == "raise":
-        return result
-    return result, torch.zeros(len(routes), dtype=torch.bool, device=routes.device)
+        result = result.clone() if result.data_ptr() == routes.data_ptr() else result
+    return result if missing == "raise" else (result, absent)

@@ -460,7 +460,7 @@ def test_bench_writes_every_repetition_as_json(bench_run):
     assert record["schema"] == suite.SCHEMA
     assert record.keys() == {
         "schema", "command", "date", "host", "settings", "cases", "left_out", "others", "skewed", "tiny", "imports",
-        "first_call", "peak_memory",
+        "captures", "first_call", "peak_memory",
     }  # fmt: skip
     assert record["host"]["versions"]["numpy"] == np.__version__
     assert [round(case["nbytes"] / 1e6) for case in record["cases"]] == [1, 2]
