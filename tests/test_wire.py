@@ -28,7 +28,7 @@ from wire_support import (
     text,
 )
 
-from r3numba import collate_routes, wire
+from r3numba import backend_info, collate_routes, wire
 from r3numba.wire import ENCODABLE_FORMATS, WIRE_FORMATS, DecodedRoutes, decode_response, decode_routes, encode_routes
 
 # ---- every format ----------------------------------------------------------------------------------------------------
@@ -396,6 +396,17 @@ def test_import_is_light_and_uint8_never_needs_numba():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n")[0] == "[] 1 False False", done.stderr
+
+
+def test_a_payload_stays_on_one_thread(monkeypatch):
+    """Two threads that spin on busy CPUs took ten times as long, and trainers decode many payloads at once."""
+    monkeypatch.setattr("r3numba._dispatch.permitted_cpus_cached", lambda: 8)
+    large = encode_routes(captured(100_000, 4, 8, np.int16), "skyrl")  # 6.4 MB: past the serial thresholds
+    assert backend_info()["threads"] == 1
+    assert decode_routes(large).indices.shape == (100_000, 4, 8)
+    assert backend_info()["threads"] == 1
+    decode_routes(large, num_experts=1 << 15)
+    assert backend_info()["threads"] == 1
 
 
 def test_threads_share_nothing():
