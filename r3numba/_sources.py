@@ -125,7 +125,7 @@ def extent(sources: Sources, part: slice) -> tuple[NDArray[np.int64], NDArray[np
             reach = itemsize * (np.int64(elements[axis]) * (count - 1))
         low += np.minimum(reach, 0)
         end += np.maximum(reach, 0)
-    return low, np.where(rows > 0, end, low)
+    return np.where(rows > 0, low, 0), np.where(rows > 0, end, 0)  # no rows touch nothing, not even a point
 
 
 def read_missing(missing: object, sources: Sources) -> list[Any] | None:
