@@ -102,7 +102,6 @@ HOLDERS = {
     "slice": lambda b: b.array[1:2],
     "step": lambda b: b.array[::2, ..., ::-1],
     "reshaped": lambda b: b.array.reshape(-1),
-    "transposed": lambda b: b.array.T,
     "dtype-view": lambda b: b.array.view(np.int8),
     "mask": lambda b: b.padding_mask,
     "missing": lambda b: b.missing[0],

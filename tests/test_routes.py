@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import DTYPES, available_paths, forced, jit_runs, misaligned, most_threads, need_torch, read_only
 
@@ -218,6 +218,7 @@ def test_against_the_oracle(path, payload, layout):
 @pytest.mark.parametrize("compact", [compact_routes, _compact_on_device], ids=["host", "device"])
 @settings(deadline=None, max_examples=150)
 @given(payload=payloads(), copy=st.sampled_from([None, True, False]), transposed=st.booleans())
+@example(payload=(np.full((1, 1, 2), 2**64 - 1, np.uint64), None, "mask"), copy=None, transposed=False)
 def test_tensors_as_arrays(compact, payload, copy, transposed):
     """A tensor gives what the array gives, where it lives; the device's code is called with a CPU tensor."""
     torch = need_torch()
@@ -285,7 +286,6 @@ REFUSALS = {
     "list": ([[[1]]], {}, TypeError, "routes is a list, need an ndarray or a CPU tensor"),
     "float": (np.zeros((1, 1, 2)), {}, TypeError, "routes has dtype float64, need integers"),
     "bool": (np.zeros((1, 1, 2), bool), {}, TypeError, "routes has dtype bool, need integers"),
-    "object": (np.zeros((1, 1, 2), object), {}, TypeError, "routes has dtype object, need integers"),
     "masked": (np.ma.zeros((1, 1, 2), int), {}, TypeError, "routes is a MaskedArray"),
     "rank-2": (np.zeros((1, 2), int), {}, ValueError, "routes has 2 dimensions, need 3"),
     "no-layer": (np.zeros((1, 0, 2), int), {}, ValueError, "routes has 0 layers and topk 2, need at least 1"),
@@ -295,7 +295,6 @@ REFUSALS = {
     "one-layer": (np.array([[[1], [1]], [[1], [-1]]]), {"missing": "mask"}, ValueError, r"routes\[1, 1, 0\] is -1 but"),
     "one-id": (np.array([[[1, -1], [1, 1]]]), {"missing": "mask"}, ValueError, r"routes\[0, 0, 1\] is -1 but row 0"),
     "few-experts": (np.zeros((1, 1, 4), int), {"num_experts": 3}, ValueError, "num_experts is 3, need at least topk"),
-    "no-experts": (np.zeros((1, 1, 1), int), {"num_experts": 0}, ValueError, "num_experts is 0, need at least 1"),
     "many-experts": (np.zeros((1, 1, 1), int), {"num_experts": 2**31 + 1}, ValueError, "num_experts = 2147483649"),
     "bool-experts": (np.zeros((1, 1, 1), int), {"num_experts": True}, TypeError, "num_experts is a bool"),
     "float-experts": (np.zeros((1, 1, 1), int), {"num_experts": 8.0}, TypeError, "num_experts is a float"),
