@@ -232,6 +232,8 @@ def _compact_on_device(routes: Any, num_experts: int | None, missing: str, copy:
     topk = _check_form(tuple(routes.shape), integers, routes.dtype)
     wide = routes.to(torch.int64)
     low, high = (int(value) for value in torch.aminmax(wide)) if wide.numel() else (0, 0)
+    if low < 0 and routes.dtype == torch.uint64:  # ids past 2^63 turned negative: the host has the words to refuse them
+        return _compact_array(routes.cpu().numpy(), num_experts, missing, copy, policy_from_environment())
     absent = torch.zeros(len(routes), dtype=torch.bool, device=routes.device)
     if low < 0:
         # An error, or missing rows, which are few: the host looks where they are, and the device writes their dummies.

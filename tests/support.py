@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import re
@@ -118,7 +117,6 @@ def same_missing(one, other):
 
 def peak_of(call):
     """Return the most bytes that ``call`` held beyond those before it, and its result (tracemalloc; NumPy reports)."""
-    gc.collect()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
