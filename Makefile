@@ -2,12 +2,13 @@
 PYTHON ?= python3.11
 RUN := .venv/bin/python
 
-.PHONY: help setup test lint demo doctor bench asv asv-smoke peers soak e2e clean
+.PHONY: help setup test explore lint demo doctor bench asv asv-smoke peers soak e2e clean
 help:
 	@echo "make test    every test lane          make demo   the captured rollouts, collated, checked, timed"
 	@echo "make bench   milliseconds per step    make asv    the last commits, over time"
 	@echo "make peers   two real trainers        make soak   millions of random cases"
-	@echo "make e2e     a real engine            make lint   ruff and mypy"
+	@echo "make e2e     a real engine            make explore  the properties, at random"
+	@echo "make lint    ruff and mypy"
 
 setup:
 	@$(PYTHON) -c "import sys; sys.path.insert(0, 'scripts'); import lanes; lanes.prepare('main')"
@@ -19,6 +20,11 @@ lint: setup
 
 test: lint
 	$(PYTHON) scripts/lanes.py
+
+# The properties of the tests with other examples each time, and EXPLORE times as many.
+EXPLORE ?= 20
+explore: setup
+	R3NUMBA_EXPLORE=$(EXPLORE) $(RUN) -m pytest -q -m hypothesis tests
 
 demo: setup
 	$(RUN) -m r3numba.cli demo --plot demo.png

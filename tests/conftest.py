@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+from support import examples
+
+# A suite that draws other examples in each run is green or red by luck; `make explore` looks for what it has not seen.
+settings.register_profile("r3numba", derandomize="R3NUMBA_EXPLORE" not in os.environ, max_examples=examples(100))
+settings.load_profile("r3numba")
 
 #: Each reason begins with one of these: what a lane lacks, and why the test cannot run there.
 ALLOWED_SKIPS = {

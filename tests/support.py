@@ -19,6 +19,11 @@ DTYPES = (np.uint8, np.int16, np.int32)
 LARGEST = {np.uint8: 255, np.int16: 2**15 - 1, np.int32: 2**31 - 1}
 
 
+def examples(count):
+    """Return how many examples a property gets: ``make explore`` draws more of them, and others each time."""
+    return count * int(os.environ.get("R3NUMBA_EXPLORE", "1"))
+
+
 def available_paths():
     """Return the executor paths that this process can be forced onto."""
     if os.environ.get("R3NUMBA_BACKEND") == "numpy" or importlib.util.find_spec("numba") is None:

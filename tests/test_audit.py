@@ -7,6 +7,7 @@ import paths
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from r3numba import audit_routes, backend_info, collate_routes, compare_routes, pack_routes
 from r3numba.audit import LONG_RUN, CorruptRoutesError
@@ -136,7 +137,7 @@ def captures(draw):
     return routes, draw(st.sampled_from([None, 30, 128, 129, 256])), moe, missing if draw(st.booleans()) else None
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(captures(), st.sampled_from([1, 64, 1024]))
 def test_any_capture(capture, align):
     routes, num_experts, moe, missing = capture

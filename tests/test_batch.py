@@ -22,6 +22,7 @@ from support import (
     available_paths,
     batch_of,
     captured,
+    examples,
     guarded,
     need_torch,
     out_shape,
@@ -86,7 +87,7 @@ def padded(lengths, data):
 
 
 @pytest.mark.parametrize("path", available_paths())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(batch=batches(), data=st.data())
 def test_select_is_collation_of_the_picked(path, batch, data):
     routes, lengths, missing = batch
@@ -115,7 +116,7 @@ def test_select_is_collation_of_the_picked(path, batch, data):
 
 
 @pytest.mark.parametrize("path", available_paths())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(batch=batches(), data=st.data())
 def test_pad_is_direct_collation(path, batch, data):
     routes, lengths, missing = batch
@@ -145,7 +146,7 @@ def test_pad_into_a_tensor():
     assert np.array_equal(out.numpy(), collate_routes([captured(2), captured(3)], [3, 3], padding="right").array)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(batch=batches(), data=st.data())
 def test_missing_goes_back_into_collation(batch, data):
     """The rows of a batch, passed on with its ``missing``, give the same batch again."""
@@ -179,7 +180,7 @@ def test_select_copies():
 # ---- views of a pack -------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(batch=batches(most=6), data=st.data())
 def test_pack_as_a_sequence(batch, data):
     routes, lengths, missing = batch
@@ -298,7 +299,7 @@ def test_without_torch_the_error_names_the_extra():
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(batch=batches())
 def test_pickles_hold_everything(protocol, batch):
     routes, lengths, missing = batch

@@ -10,6 +10,7 @@ import paths
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from r3numba import backend_info, collate_routes, pack_routes
 from r3numba._plan import Plan, cut_pieces, row_major
@@ -145,7 +146,7 @@ def batches(draw):
     return routes, lengths, missing if draw(st.booleans()) else None
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches(), st.sampled_from(PATHS), st.integers(1, 3), st.sampled_from([1, 64, 4096]))
 def test_any_batch(batch, path, threads, align):
     routes, lengths, missing = batch
@@ -219,7 +220,7 @@ def test_a_layer_major_destination_is_one_more_plan(path):
     np.testing.assert_array_equal(mask, [*[False] * 7, True, True, *[False] * 4, True])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(1, 5), st.integers(0, 200), st.integers(1, 300)
 )

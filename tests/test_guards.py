@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from r3numba import _layout_grammar, guards
 from r3numba._layout_grammar import count_stages
@@ -908,14 +909,14 @@ well_formed = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=well_formed)
 def test_parser_agrees_with_megatron_on_random_layouts(megatron: SimpleNamespace, text: str) -> None:
     expected = of_megatron(megatron, text)
     assert of_ours(text) == expected
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(text=st.text("Etm|L(),**0123x", max_size=16).filter(no_long_number))
 def test_parser_agrees_with_megatron_on_random_nonsense(megatron: SimpleNamespace, text: str) -> None:
     assert of_ours(text) == of_megatron(megatron, text)

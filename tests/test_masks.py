@@ -13,6 +13,7 @@ from support import (
     captured,
     every_call,
     every_place,
+    examples,
     good,
     guarded,
     need_torch,
@@ -69,7 +70,7 @@ def test_sides_and_holes(torch, attention, captured):
     assert mask.tolist() == naive(attention, captured)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(data=st.data())
 def test_against_a_naive_loop(data):
     torch = need_torch()
@@ -103,7 +104,7 @@ def test_captured_lengths_of_every_kind(torch, lengths):
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(data=st.data())
 def test_agrees_with_the_collated_batch(padding, data):
     torch = need_torch()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import DTYPES, available_paths, forced, jit_runs, misaligned, most_threads, need_torch, read_only
+from support import DTYPES, available_paths, examples, forced, jit_runs, misaligned, most_threads, need_torch, read_only
 
 from r3numba import backend_info, collate_routes, compact_routes, dummy_routes
 from r3numba._policy import DEFAULT_POLICY
@@ -201,7 +201,7 @@ def payloads(draw):
 
 
 @pytest.mark.parametrize("path", available_paths())
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(payload=payloads(), layout=st.sampled_from(sorted(LAYOUTS)))
 def test_against_the_oracle(path, payload, layout):
     source, experts, missing = payload
@@ -216,7 +216,7 @@ def test_against_the_oracle(path, payload, layout):
 
 
 @pytest.mark.parametrize("compact", [compact_routes, _compact_on_device], ids=["host", "device"])
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(payload=payloads(), copy=st.sampled_from([None, True, False]), transposed=st.booleans())
 @example(payload=(np.full((1, 1, 2), 2**64 - 1, np.uint64), None, "mask"), copy=None, transposed=False)
 def test_tensors_as_arrays(compact, payload, copy, transposed):

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from topology_trees import (
     GIB,
     NO_QUOTA,
@@ -379,7 +380,7 @@ def test_nothing_to_read(root: str) -> None:
     assert permitted_cpus(root=root) == affinity_cpu_count()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(hosts=hierarchies(), available=st.one_of(st.none(), st.integers(0, 8 * GIB // 1024).map(lambda kib: kib * 1024)))
 def test_against_the_oracle(hosts: list[Hierarchy], available: int | None) -> None:
     with tempfile.TemporaryDirectory() as directory:

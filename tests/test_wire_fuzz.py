@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from support import DTYPES
+from support import DTYPES, examples
 from wire_support import BODIES, DATA, IDS, PAYLOADS, skyrl
 
 from r3numba.wire import ENCODABLE_FORMATS, WIRE_FORMATS, DecodedRoutes, decode_response, decode_routes, encode_routes
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import soak_wire
 
-many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LAYERS_AND_TOPK = {"num_layers": 2, "topk": 3}
 RECORDED = [(DATA / f"{name}.json").read_bytes() for name in BODIES] + [(DATA / "stream_generate.txt").read_bytes()]
 
