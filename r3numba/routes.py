@@ -234,19 +234,18 @@ def _compact_on_device(routes: Any, num_experts: int | None, missing: str, copy:
     low, high = (int(value) for value in torch.aminmax(wide)) if wide.numel() else (0, 0)
     if low < 0 and routes.dtype == torch.uint64:  # ids past 2^63 turned negative: the host has the words to refuse them
         return _compact_array(routes.cpu().numpy(), num_experts, missing, copy, policy_from_environment())
-    absent = torch.zeros(len(routes), dtype=torch.bool, device=routes.device)
+    # An error, or missing rows, which are few: the host looks where they are, and the device writes their dummies.
+    gone = _missing_rows(wide.cpu().numpy(), low, missing) if low < 0 else np.zeros(len(routes), np.bool_)
+    refused = high >= 1 << 31 or (num_experts is not None and high >= num_experts)
+    where = wide.cpu().numpy() if refused else np.empty((0, 1, topk), np.int64)  # only a refusal names coordinates
+    dtype = _target_dtype(where, high, num_experts, topk, filled=low < 0)
+    absent = torch.from_numpy(gone).to(routes.device)
     if low < 0:
-        # An error, or missing rows, which are few: the host looks where they are, and the device writes their dummies.
-        gone = _missing_rows(wide.cpu().numpy(), low, missing)
-        absent = torch.from_numpy(gone).to(routes.device)
         if copy is False:
             raise ValueError("copy is False, but missing rows have to be replaced by dummies")
         wide = wide.clone()  # it is the input itself where that is int64
         wide[absent] = torch.arange(topk, device=routes.device)
         copy = True
-    refused = high >= 1 << 31 or (num_experts is not None and high >= num_experts)
-    where = wide.cpu().numpy() if refused else np.empty((0, 1, topk), np.int64)  # only a refusal names coordinates
-    dtype = _target_dtype(where, high, num_experts, topk, filled=bool(low < 0))
     target = getattr(torch, str(dtype))
     if copy is not True and routes.is_contiguous() and routes.element_size() == dtype.itemsize:
         result = routes if routes.dtype == target else routes.view(target)

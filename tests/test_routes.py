@@ -219,6 +219,7 @@ def test_against_the_oracle(path, payload, layout):
 @settings(deadline=None, max_examples=examples(150))
 @given(payload=payloads(), copy=st.sampled_from([None, True, False]), transposed=st.booleans())
 @example(payload=(np.full((1, 1, 2), 2**64 - 1, np.uint64), None, "mask"), copy=None, transposed=False)
+@example(payload=(np.full((1, 1, 4), -1, np.int8), 1, "mask"), copy=False, transposed=False)
 def test_tensors_as_arrays(compact, payload, copy, transposed):
     """A tensor gives what the array gives, where it lives; the device's code is called with a CPU tensor."""
     torch = need_torch()
