@@ -7,7 +7,8 @@ import functools
 from . import common
 
 NAMES = [
-    "base64", "decode_npy", "base64_raw", "decode_raw", "copy", "trace_1", "trace_32", "trace_512", "max", "audit",
+    "base64", "decode_npy", "base64_raw", "decode_raw", "three_passes", "compact",
+    "copy", "trace_1", "trace_32", "trace_512", "max", "audit",
     "fresh", "fresh_audit", "recycled", "recycled_audit",
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ class _OneCall:
         if work.torch is not None:
             work.torch.set_num_threads(1)
         if self.arm.cold:
-            common.bench_module("measure").touch_and_free(work.batch.nbytes)
+            common.touch_and_free(work.batch.nbytes, self.arm.threads)
 
     def teardown(self, *params):
         self.result = None
@@ -31,11 +31,11 @@ class _OneCall:
 
 
 class Ours(_OneCall):
-    """Our call: into fresh pages, into recycled ones, and the NumPy fallback."""
+    """Our call: into fresh pages, into recycled ones (streamed, and with plain stores), and the NumPy fallback."""
 
     params = (
         common.some([1, 2], [2]),
-        common.some(["parallel", "recycled", "slices"], ["parallel", "recycled"]),
+        common.some(["parallel", "recycled", "plain", "slices"], ["parallel", "recycled"]),
         common.SPREADS,
         common.SIZES,
     )
@@ -65,6 +65,26 @@ class Baselines(_OneCall):
         self._prepare(arm, common.workbench("48x8", spread, size))
 
     def time_collate(self, arm, spread, size):
+        self._run()
+
+
+class Widening(_OneCall):
+    """Uint8 routes to wider ids, in memory that is used again."""
+
+    params = (
+        common.some(["assign", "recycled_1", "recycled_2", "plain_1", "plain_2"], ["recycled_2"]),
+        common.some(["int16", "int32"], ["int16"]),
+        common.SIZES[:1],
+    )
+    param_names = ("arm", "dtype", "size")
+
+    def setup(self, arm, dtype, size):
+        self.work = common.workbench("48x8", "typical", size // (4 if dtype == "int32" else 2))
+        found = {each.name: each for each in common.bench_module("arms").widening_arms(dtype)}
+        self.arm = found[arm]
+        self.arm.run(self.work)
+
+    def time_collate(self, arm, dtype, size):
         self._run()
 
 

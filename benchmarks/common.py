@@ -73,8 +73,16 @@ def tasks(names, work):
     for name in names:
         warmed(name, work)
         chosen = arm(name)
-        made.append(measure.Task(name, functools.partial(chosen.run, work), work.batch.nbytes if chosen.cold else 0))
+        threads = {"threads": chosen.threads} if hasattr(measure.Task, "threads") else {}  # an earlier commit
+        cold_bytes = work.batch.nbytes if chosen.cold else 0
+        made.append(measure.Task(name, functools.partial(chosen.run, work), cold_bytes, **threads))
     return made
+
+
+def touch_and_free(nbytes, threads):
+    """Make the host back the memory of a cold sample, by as many threads as will use it."""
+    measure = bench_module("measure")
+    measure.touch_and_free(nbytes, *([threads] if hasattr(measure.Task, "threads") else []))  # an earlier commit
 
 
 def figure(value, *timings):

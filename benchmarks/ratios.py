@@ -14,7 +14,7 @@ class Against:
 
     params = (
         common.some(["single", "prefill", "single_huge", "pool_2", "bare", "slices_1", "slices_2", "serial",
-                     "single_reused", "pool_2_reused"], ["single"]),
+                     "single_reused", "pool_2_reused", "plain_2"], ["single"]),
         common.SIZES,
     )  # fmt: skip
     param_names = ("baseline", "size")
@@ -22,7 +22,7 @@ class Against:
 
     def setup(self, baseline, size):
         self.work = common.workbench("48x8", "typical", size)
-        self.ours = "recycled_2" if baseline.endswith("_reused") else "parallel_2"
+        self.ours = "recycled_2" if baseline.endswith("_reused") or baseline.startswith("plain") else "parallel_2"
         common.arm(self.ours)
         common.arm(baseline)
 

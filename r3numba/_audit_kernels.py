@@ -242,8 +242,8 @@ def both_piece(
         while row >= bounds[span + 1]:
             span += 1
         move_piece(
-            out, mask, row, until, span, dummies, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
-            topk, row_stride, layer_stride,
+            None, out, mask, row, until, span, dummies, bounds, first, address, rows, itemsizes, strides, missing,
+            layer_of, topk, row_stride, layer_stride,
         )  # fmt: skip
         audit_piece(
             row, until, span, segment, keep, limit, long_run, tallies, zeros, bounds, first, address, rows, itemsizes,

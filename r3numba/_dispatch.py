@@ -7,6 +7,7 @@ serial     the nogil twin, in the calling thread               one thread
 parallel   the prange kernel                                   more threads on the tbb and omp layers
 pool       the twin over a small thread pool of our own        more threads on workqueue, or in a forked child
 slices     NumPy slices                                        no working Numba
+streaming  a twin with streaming stores, over our pool         a large result in recycled or caller-owned memory
 =========  ==================================================  ============================================
 
 workqueue aborts the process when two Python threads launch at once (numba#8563, #9288), whoever launched the other
@@ -16,6 +17,7 @@ one, so it is never launched at all; GNU OpenMP dies in a forked child (fast-arr
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import importlib
 import os
 import threading
@@ -63,8 +65,9 @@ def backend_info() -> Mapping[str, Any]:
     Returns
     -------
     mapping
-        ``backend`` ("numba" or "numpy"), ``path`` ("parallel", "pool", "serial" or "slices"), ``layer`` (Numba's
-        threading layer, "none" while nothing has started one) and ``threads``; all "none" and 0 before the first call.
+        ``backend`` ("numba" or "numpy"), ``path`` ("parallel", "pool", "serial", "slices" or "streaming"), ``layer``
+        (Numba's threading layer, "none" while nothing has started one) and ``threads``; all "none" and 0 before the
+        first call.
 
     Notes
     -----
@@ -124,16 +127,21 @@ def execute(
     bytes move. Thread-safe as long as no two calls share a destination.
     """
     threads = thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
+    pieces, arguments = cut_pieces(plan, out, threads, policy.piece_align), move_arguments(plan, out, mask)
+    if streams(out.nbytes, fresh=fresh, policy=policy):
+        stream = importlib.import_module(f"{__package__}._streaming").stream_serial
+        _over_pool(lambda part: stream(part, policy.stream_run_from, *arguments), pieces, threads)
+        _remember("numba", "streaming", threads)
+        return
     run(
-        cut_pieces(plan, out, threads, policy.piece_align), threads, policy,
-        twin="move_serial", kernel="move_parallel", arguments=move_arguments(plan, out, mask),
-        slices=lambda pieces: _slices.move_pieces(plan, pieces, out, mask),
+        pieces, threads, policy, twin="move_serial", kernel="move_parallel", arguments=arguments,
+        slices=lambda part: _slices.move_pieces(plan, part, out, mask),
     )  # fmt: skip
 
 
 def move_arguments(plan: Plan, out: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[Any, ...]:
     """Return what the kernels that move take after their pieces."""
-    dummies = dummy_block(len(plan.layer_of), plan.sources.topk, plan.dtype, KERNEL_TEMPLATE_BYTES).reshape(-1)
+    dummies = dummy_block(plan.sources.layers, plan.sources.topk, plan.dtype, KERNEL_TEMPLATE_BYTES)
     return (out, mask, dummies, *source_arguments(plan), plan.row_stride, plan.layer_stride)
 
 
@@ -152,36 +160,58 @@ def run(
     policy: Policy,
     *,
     twin: str,
-    kernel: str,
+    kernel: str | None,
     arguments: tuple[Any, ...],
     slices: Callable[[NDArray[np.int64]], None],
     home: str = "_kernels",
 ) -> None:
     """Do the work items ``pieces`` on the path of the policy, on at most ``threads`` threads, and record what ran.
 
-    ``twin`` and ``kernel`` name functions of the module ``home`` that take ``(pieces, *arguments)``; ``slices``
-    takes the pieces alone.
+    ``twin`` and ``kernel`` name functions of the module ``home`` that take ``(pieces, *arguments)``; without a kernel
+    the twin runs over our pool. ``slices`` takes the pieces alone.
     """
     module = kernels()
-    path = _choose(module, threads, policy)
-    if path == "serial":
-        threads = 1
+    path, threads = _choose(module, threads, policy)
     if path == "slices":
         _over_pool(slices, pieces, threads)
     else:
-        module = module or _forced_kernels(path)
+        module = module or _forced_kernels(policy.path)
         source = module if home == "_kernels" else importlib.import_module(f"{__package__}.{home}")
         serial = getattr(source, twin)
-        if path == "parallel":
-            threads = min(threads, module.runtime.thread_limit())
+        if path == "parallel" and kernel is not None:
             with module.runtime.thread_mask(threads):
                 getattr(source, kernel)(pieces, *arguments)
-        elif path == "pool":
+        elif path != "serial":
+            path = "pool"
             _over_pool(lambda part: serial(part, *arguments), pieces, threads)
         else:
             serial(pieces, *arguments)
-    _last.backend = "numpy" if path == "slices" else "numba"
-    _last.path, _last.threads = path, threads
+    _remember("numpy" if path == "slices" else "numba", path, threads)
+
+
+def _remember(backend: str, path: PathName, threads: int) -> None:
+    _last.backend, _last.path, _last.threads = backend, path, threads
+
+
+def streams(nbytes: int, *, fresh: bool, policy: Policy) -> bool:
+    """Say whether a move of ``nbytes`` gets streaming stores: large, into mapped pages, on a host that has them.
+
+    A forced path other than ``streaming`` has plain stores.
+    """
+    if policy.stream_from is None or policy.path not in (None, "streaming") or kernels() is None:
+        return False
+    if policy.path is None and (fresh or nbytes < policy.stream_from):
+        return False
+    return _has_streaming()
+
+
+@functools.lru_cache(maxsize=1)
+def _has_streaming() -> bool:
+    try:
+        importlib.import_module(f"{__package__}._streaming")
+    except Exception:  # another processor, another LLVM: every failure means "not here", and plain stores serve
+        return False
+    return True
 
 
 def thread_count(nbytes: int, *, fresh: bool, num_threads: int | None, policy: Policy) -> int:
@@ -203,18 +233,28 @@ def checked_num_threads(num_threads: object) -> int | None:
     return None if num_threads is None else integer("num_threads", num_threads, 1)
 
 
-def _choose(module: types.ModuleType | None, threads: int, policy: Policy) -> PathName:
-    """Return the path for ``threads`` threads, by the policy at the top of this file."""
+def would_run(nbytes: int, *, fresh: bool, policy: Policy) -> tuple[PathName, int]:
+    """Return path and threads of a call with a result of ``nbytes``, starting the layer as the call would."""
+    threads = thread_count(nbytes, fresh=fresh, num_threads=None, policy=policy)
+    if streams(nbytes, fresh=fresh, policy=policy):
+        return "streaming", threads
+    return _choose(kernels(), threads, policy)
+
+
+def _choose(module: types.ModuleType | None, threads: int, policy: Policy) -> tuple[PathName, int]:
+    """Return the path for ``threads`` threads, by the policy at the top of this file, and how many of them it uses."""
     if policy.path == "slices" or (module is None and policy.path is None):
-        return "slices"
-    if policy.path in ("serial", "pool"):
-        return policy.path
-    if threads == 1 and policy.path is None:
-        return "serial"
+        return "slices", threads
+    if policy.path == "serial" or (threads == 1 and policy.path in (None, "streaming")):
+        return "serial", 1
+    if policy.path == "pool":
+        return "pool", threads
     runtime = (module or _forced_kernels(policy.path)).runtime
     if runtime.in_forked_child() and runtime.layer_name() != "tbb":
-        return "pool"
-    return "pool" if runtime.start_layer(_probe) == "workqueue" else "parallel"
+        return "pool", threads
+    if runtime.start_layer(_probe) == "workqueue":
+        return "pool", threads
+    return "parallel", min(threads, runtime.thread_limit())
 
 
 def _forced_kernels(path: PathName | None) -> types.ModuleType:

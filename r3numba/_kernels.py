@@ -3,16 +3,25 @@
 ``out`` is the destination as one flat array; strides of it count elements, strides of a source count bytes. The loops
 trust the plan: all checks were made before (``_sources``, ``_plan``). Each function below has one call site in the one
 above it, because LLVM inlines them all and every further copy costs compile time.
+
+One walk serves two kinds of store: ``stores`` is None for plain ones, and for those of ``_streaming`` the bytes from
+which a run is streamed. Its *type* decides when the walk is compiled, so that neither kind contains the other. (A
+function as argument would do, but Numba cannot cache that on disk.)
 """
 
 from __future__ import annotations
 
 from . import _numba as runtime
-from ._numba import address_of, copy_bytes, jit, load_int16, load_int32, load_uint8, prange
+from ._numba import address_of, copy_bytes, int32, jit, load_int16, load_int32, load_uint8, prange
+
+#: A run of at most so many words of 8 bytes is written word by word: a call of memcpy takes longer.
+SHORT_WORDS = 8
+#: Rows that are written place by place, so that both they and their source stay in the first-level cache.
+BLOCK_ROWS = 32
 
 
 @jit(parallel=False)
-def move_run(out, start, address, itemsize, count):
+def plain_run(out, start, address, itemsize, count):
     """Write ``count`` consecutive ids from ``address``, widened to the type of ``out``."""
     if itemsize == out.itemsize:
         copy_bytes(address_of(out) + start * itemsize, address, count * itemsize)
@@ -29,58 +38,94 @@ def move_run(out, start, address, itemsize, count):
             target[k] = load_int32(address, k)
 
 
+def store_run(stores, out, start, address, itemsize, count):
+    """Write a run with the stores that the type of ``stores`` names; as plain Python, with plain ones."""
+    plain_run(out, start, address, itemsize, count)
+
+
+@runtime.choose_when_compiled(store_run)
+def _choose_stores(stores, out, start, address, itemsize, count):
+    if runtime.is_none(stores):
+        return lambda stores, out, start, address, itemsize, count: plain_run(out, start, address, itemsize, count)
+    from ._streaming import stream_run
+
+    return lambda stores, out, start, address, itemsize, count: stream_run(stores, out, start, address, itemsize, count)
+
+
 @jit(parallel=False)
-def move_rows(out, row, end, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride):
+def load_id(address, itemsize):
+    """Return the id at ``address``, of an itemsize that names its canonical dtype."""
+    if itemsize == 1:
+        return int32(load_uint8(address, 0))
+    if itemsize == 2:
+        return int32(load_int16(address, 0))
+    return load_int32(address, 0)
+
+
+@jit(parallel=False)
+def move_words(out, row, end, address, itemsize, by_row, by_layer, layer_of, words, row_stride, layer_stride):
+    """Write rows ``[row, end)`` of layers that are so many words of 8 bytes each: too short for a call of memcpy."""
+    for current in range(end - row):
+        for layer in range(layer_of.size):
+            source = address + current * by_row + layer_of[layer] * by_layer
+            target = address_of(out) + ((row + current) * row_stride + layer * layer_stride) * itemsize
+            for word in range(words):
+                copy_bytes(target + word * 8, source + word * 8, 8)
+
+
+@jit(parallel=False)
+def move_ids(out, row, end, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride):
+    """Write rows ``[row, end)`` id by id, place by place over a block of rows that the first-level cache holds."""
+    for first in range(row, end, BLOCK_ROWS):
+        count = min(BLOCK_ROWS, end - first)
+        for layer in range(layer_of.size):
+            for k in range(topk):
+                source = address + (first - row) * by_row + layer_of[layer] * by_layer + k * by_id
+                start = first * row_stride + layer * layer_stride + k
+                for current in range(count):
+                    out[start + current * row_stride] = load_id(source + current * by_row, itemsize)
+
+
+@jit(parallel=False)
+def move_rows(
+    stores, out, row, end, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride,
+):  # fmt: skip
     """Write rows ``[row, end)`` from the source rows that begin at ``address``, in the longest runs that there are."""
     rows = end - row
     layers = layer_of.size
-    ids = topk
-    length = 1
-    if by_id == itemsize:  # a layer's ids are one run
-        ids = 1
-        length = topk
-        whole = by_layer == topk * itemsize and layer_stride == topk and row_stride == layers * topk
-        for layer in range(layers):
-            whole = whole and layer_of[layer] == layer_of[0] + layer
-        if whole:  # a row's layers are one run
-            length = layers * topk
-            layers = 1
-            if by_row == length * itemsize:  # all rows are one run
-                length *= rows
-                rows = 1
+    length = topk
+    whole = by_id == itemsize and by_layer == topk * itemsize and layer_stride == topk and row_stride == layers * topk
+    for layer in range(layers):
+        whole = whole and layer_of[layer] == layer_of[0] + layer
+    if whole:  # a row's layers are one run
+        length = layers * topk
+        layers = 1
+        if by_row == length * itemsize:  # all rows are one run
+            length *= rows
+            rows = 1
+    words = length * itemsize // 8
+    if by_id != itemsize:
+        move_ids(out, row, end, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride)
+        return
+    if not whole and itemsize == out.itemsize and words <= SHORT_WORDS and words * 8 == length * itemsize:
+        move_words(out, row, end, address, itemsize, by_row, by_layer, layer_of, words, row_stride, layer_stride)
+        return
     for current in range(rows):
         for layer in range(layers):
             source = address + current * by_row + layer_of[layer] * by_layer
-            start = (row + current) * row_stride + layer * layer_stride
-            for k in range(ids):
-                move_run(out, start + k, source + k * by_id, itemsize, length)
-
-
-@jit(parallel=False)
-def fill_rows(out, row, end, dummies, layers, topk, row_stride, layer_stride):
-    """Write dummy rows ``[row, end)``; ``dummies`` is the flat template, a whole number of rows."""
-    width = layers * topk
-    size = out.itemsize
-    block = dummies.size // width
-    if layer_stride == topk and row_stride == width:
-        while row < end:
-            count = min(block, end - row)
-            copy_bytes(address_of(out) + row * width * size, address_of(dummies), count * width * size)
-            row += count
-    else:
-        for current in range(row, end):
-            for layer in range(layers):
-                for k in range(topk):
-                    out[current * row_stride + layer * layer_stride + k] = dummies[layer * topk + k]
+            store_run(stores, out, (row + current) * row_stride + layer * layer_stride, source, itemsize, length)
 
 
 @jit(parallel=False)
 def move_piece(
-    out, mask, row, end, span, dummies, bounds, first, address, rows, itemsizes, strides, missing, layer_of, topk,
-    row_stride, layer_stride,
+    stores, out, mask, row, end, span, dummies, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
+    topk, row_stride, layer_stride,
 ):  # fmt: skip
-    """Write destination rows ``[row, end)`` and their padding mask, run by run; ``row`` lies in ``span``."""
-    layers = layer_of.size
+    """Write destination rows ``[row, end)`` and their padding mask, run by run; ``row`` lies in ``span``.
+
+    ``dummies`` are rows of the template, ``[n, layers, topk]`` with all layers of a source, in the type of ``out``.
+    """
+    block, layers, _ = dummies.shape
     while row < end:
         while row >= bounds[span + 1]:
             span += 1
@@ -97,21 +142,24 @@ def move_piece(
                 until = row + 1
                 while until < stop and (load_uint8(missing[span], token + until - row) != 0) == dummy:
                     until += 1
+        itemsize = int(itemsizes[span])
+        source = address[span]
+        if dummy:  # the template is a source like any other: as many rows as it has
+            until = min(until, row + block)
+            itemsize = out.itemsize
+            source = address_of(dummies)
+            token = 0
+        by_id = itemsize
+        by_layer = topk * by_id
+        by_row = layers * by_layer
+        if strides.size and not dummy:
+            by_row, by_layer, by_id = strides[span, 0], strides[span, 1], strides[span, 2]
         for current in range(row, until):
             mask[current] = dummy
-        if dummy:
-            fill_rows(out, row, until, dummies, layers, topk, row_stride, layer_stride)
-        else:
-            itemsize = int(itemsizes[span])
-            by_id = itemsize
-            by_layer = topk * by_id
-            by_row = layers * by_layer
-            if strides.size:
-                by_row, by_layer, by_id = strides[span, 0], strides[span, 1], strides[span, 2]
-            move_rows(
-                out, row, until, address[span] + token * by_row, itemsize, by_row, by_layer, by_id, layer_of, topk,
-                row_stride, layer_stride,
-            )  # fmt: skip
+        move_rows(
+            stores, out, row, until, source + token * by_row, itemsize, by_row, by_layer, by_id, layer_of, topk,
+            row_stride, layer_stride,
+        )  # fmt: skip
         row = until
 
 
@@ -119,14 +167,14 @@ def move_piece(
 def move_serial(pieces, out, mask, *table):
     """Write the pieces one after the other: the twin of ``move_parallel``, which starts no pool."""
     for piece in range(pieces.shape[0]):
-        move_piece(out, mask, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], *table)
+        move_piece(None, out, mask, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], *table)
 
 
 @jit(parallel=True)
 def move_parallel(pieces, out, mask, *table):
     """Write the pieces, each by one thread: trajectories cut into equal bytes, so that none of them waits."""
     for piece in prange(pieces.shape[0]):
-        move_piece(out, mask, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], *table)
+        move_piece(None, out, mask, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], *table)
 
 
 @jit(parallel=False)
@@ -154,6 +202,29 @@ def scan_parallel(pieces, low, high, array):
     """Scan the pieces, each by one thread."""
     for piece in prange(pieces.shape[0]):
         scan_piece(low, high, array, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2])
+
+
+@jit(parallel=False)
+def narrow_piece(low, high, out, array, begin, end, index):
+    """Scan ``array[begin:end]`` as ``scan_piece`` does, and write it to ``out`` in the same pass, high bits cut off."""
+    part = array[begin:end]
+    target = out[begin:end]
+    least = part[0]
+    most = part[0]
+    for k in range(part.size):
+        value = part[k]
+        target[k] = value
+        least = min(least, value)
+        most = max(most, value)
+    low[index] = least
+    high[index] = most
+
+
+@jit(parallel=False)
+def narrow_serial(pieces, low, high, out, array):
+    """Narrow the pieces one after the other; more threads do it over our own pool, so that no pair compiles twice."""
+    for piece in range(pieces.shape[0]):
+        narrow_piece(low, high, out, array, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2])
 
 
 @jit(parallel=True)

@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import weakref
+from collections import deque
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,6 +21,10 @@ from .topology import cgroup_memory_available
 
 #: Indices and mask of a batch share one recycled buffer; the mask starts on a cache line of its own.
 _LINE = 64
+#: A buffer is kept for this many calls without a use for it, and while it is at most ``_OVERSIZE`` times the largest
+#: batch of as many calls: one long batch, or one evaluation that holds many, leaves nothing behind for good.
+_IDLE_CALLS = 16
+_OVERSIZE = 2
 _ADDRESSABLE = 1 << 62  # no address space is larger, and a plan's int64 arithmetic holds below it
 
 
@@ -78,6 +83,9 @@ class _Owner:
 class RecycledMemory:
     """Lends buffers and takes each back after everything that shares its memory is gone. Thread-safe.
 
+    A new buffer has the size of its batch, no more: sizes drawn from any one distribution set a new record about
+    ``log n`` times in n calls, and only a record needs new pages. Buffers without use are freed, see ``_IDLE_CALLS``.
+
     Parameters
     ----------
     max_bytes : int or None
@@ -87,7 +95,9 @@ class RecycledMemory:
     def __init__(self, max_bytes: int | None) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.RLock()  # a finalizer may run inside our own locked region
-        self._idle: list[NDArray[np.uint8]] = []
+        self._idle: list[tuple[NDArray[np.uint8], int]] = []  # and the number of calls when it came back
+        self._calls = 0
+        self._recent: deque[int] = deque(maxlen=_IDLE_CALLS)  # bytes that the last calls needed
         self._generation = 0
 
     def empty(
@@ -123,21 +133,27 @@ class RecycledMemory:
     def idle_bytes(self) -> int:
         """Return the bytes that idle buffers hold."""
         with self._lock:
-            return sum(buffer.nbytes for buffer in self._idle)
+            return sum(buffer.nbytes for buffer, _ in self._idle)
 
     def _take(self, needed: int) -> NDArray[np.uint8] | None:
+        """Return the smallest idle buffer that fits, the latest of equal ones, or None; free those of no use."""
         with self._lock:
-            fitting = [buffer for buffer in self._idle if buffer.nbytes >= needed]
-            if not fitting:
-                return None
-            best = min(fitting, key=lambda buffer: buffer.nbytes)
-            self._idle = [buffer for buffer in self._idle if buffer is not best]
+            self._calls += 1
+            self._recent.append(needed)
+            fitting = [buffer for buffer, _ in reversed(self._idle) if buffer.nbytes >= needed]
+            best = min(fitting, key=lambda buffer: buffer.nbytes, default=None)
+            most = _OVERSIZE * max(self._recent)
+            self._idle = [
+                (buffer, since)
+                for buffer, since in self._idle
+                if buffer is not best and buffer.nbytes <= most and self._calls - since <= _IDLE_CALLS
+            ]
             return best
 
     def _give_back(self, buffer: NDArray[np.uint8], generation: int) -> None:
         with self._lock:
-            if generation != self._generation:
+            if generation != self._generation or buffer.nbytes > _OVERSIZE * max(self._recent):
                 return
-            idle = sum(other.nbytes for other in self._idle)
+            idle = sum(other.nbytes for other, _ in self._idle)
             if self._max_bytes is None or idle + buffer.nbytes <= self._max_bytes:
-                self._idle.append(buffer)
+                self._idle.append((buffer, self._calls))

@@ -20,11 +20,11 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 __all__ = [
-    "address_of", "copy_bytes", "jit", "load_int16", "load_int32", "load_uint8", "load_uint32", "load_uint64", "prange",
-    "uint64",
+    "address_of", "copy_bytes", "int32", "jit", "load_int16", "load_int32", "load_uint8", "load_uint32", "load_uint64",
+    "prange", "uint64",
 ]  # fmt: skip
 
 #: NUMBA_DISABLE_JIT=1 runs the kernels as plain Python: for debuggers, coverage and bounds checks.
@@ -43,6 +43,20 @@ def jit(*, parallel: bool) -> Callable[[Any], Any]:
         return numba.njit(function, parallel=parallel, nogil=True)
 
     return decorate
+
+
+def choose_when_compiled(function: Any) -> Callable[[Any], Any]:
+    """Return the decorator of what chooses, by types of arguments, the form of ``function`` that is compiled."""
+
+    def decorate(choose: Any) -> Any:
+        return choose if JIT_DISABLED else overload(function)(choose)
+
+    return decorate
+
+
+def is_none(numba_type: Any) -> bool:
+    """Say whether an argument of this type is None."""
+    return isinstance(numba_type, (types.NoneType, types.Omitted))
 
 
 # --- Addresses ----------------------------------------------------------------------------------------------------
@@ -98,6 +112,7 @@ if JIT_DISABLED:
     load_int32: Any = _python_load(ctypes.c_int32)
     load_uint32: Any = _python_load(ctypes.c_uint32)
     load_uint64: Any = lambda address, index: np.uint64(_python_load(ctypes.c_uint64)(address, index))  # noqa: E731
+    int32: Any = np.int32
     uint64: Any = np.uint64
     copy_bytes: Any = _python_copy
     address_of: Any = lambda array: array.ctypes.data  # noqa: E731  (a def would need the annotation twice)
@@ -107,6 +122,7 @@ else:
     load_int32 = _load(types.int32, 32)
     load_uint32 = _load(types.uint32, 32)
     load_uint64 = _load(types.uint64, 64)
+    int32 = numba.int32
     uint64 = numba.uint64
     copy_bytes = _copy_bytes
     address_of = _address_of

@@ -25,9 +25,9 @@ from ._checks import is_tensor
 #: 2, 4, 8 and 16 MiB took the same time (403 MB on two threads), and the small ones balance uneven lengths.
 PIECES_A_THREAD: Final = 8
 PIECE_UNITS: Final = 2
-#: One block of dummy rows is the template of every fill: for the kernel small enough for L1, for NumPy's slices large
-#: enough that the interpreter's part of an assignment does not count.
-KERNEL_TEMPLATE_BYTES: Final = 16 << 10
+#: One block of dummy rows is the template of every fill: for the kernel small enough for the second-level cache and a
+#: few runs that are worth streaming, for NumPy's slices large enough that the interpreter's part does not count.
+KERNEL_TEMPLATE_BYTES: Final = 64 << 10
 SLICES_TEMPLATE_BYTES: Final = 256 << 10
 
 _NO_ADDRESSES: Final = np.empty(0, np.int64)

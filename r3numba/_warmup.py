@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 
 from ._checks import CANONICAL
-from ._dispatch import kernels
-from ._policy import DEFAULT_POLICY, PathName
+from ._dispatch import kernels, streams
+from ._policy import DEFAULT_POLICY, PathName, policy_from_environment
 from .collate import collate_routes
 from .routes import compact_routes
 
@@ -42,5 +43,14 @@ def warmup() -> None:
         policy = replace(DEFAULT_POLICY, path=path)
         for dtype in CANONICAL:
             collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], dtype=dtype, _policy=policy)
-        for captured in _CAPTURED:
-            compact_routes(np.zeros((1, 1, 1), captured), _policy=policy)
+        for captured in _CAPTURED:  # without a copy only the scan runs
+            with contextlib.suppress(ValueError):
+                compact_routes(np.zeros((1, 1, 1), captured), copy=False, _policy=policy)
+    for captured in _CAPTURED:
+        for dtype in CANONICAL:
+            if np.dtype(captured).itemsize > dtype.itemsize:
+                compact_routes(np.full((1, 1, 1), np.iinfo(dtype).max >> 1, captured), _policy=DEFAULT_POLICY)
+    policy = replace(policy_from_environment(), path="streaming")
+    if streams(0, fresh=False, policy=policy):
+        for dtype in CANONICAL:
+            collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], dtype=dtype, _policy=policy)

@@ -15,6 +15,8 @@ from ._policy import Policy, policy_from_environment
 
 #: What one step of the NumPy scan reads: its minimum and maximum are two passes over cache, one over memory.
 _BLOCK_BYTES = 256 << 10
+#: How many ids speak for the dtype of all, before the scan.
+_SAMPLE_IDS = 4096
 
 
 def dummy_routes(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
@@ -129,25 +131,44 @@ def _compact_array(
     array: NDArray[Any], num_experts: int | None, missing: str, copy: bool | None, policy: Policy
 ) -> tuple[NDArray[Any], Any]:
     topk = _check_form(array.shape, array.dtype.kind in "iu", array.dtype)
-    low, high = _scan(array, policy)
+    likely = _likely_dtype(array, num_experts, topk)
+    narrows = copy is not False and array.itemsize > likely.itemsize
+    result = np.empty(array.shape, likely) if narrows else None
+    low, high = _scan(array, policy, result)
     absent = np.zeros(len(array), np.bool_) if missing == "mask" else None
     if low < 0:
         absent = _missing_rows(array, low, missing)
-    dtype = _target_dtype(array, high, num_experts, topk, filled=bool(absent is not None and absent.any()))
-    if absent is not None and absent.any():
-        if copy is False:
-            raise ValueError("copy is False, but missing rows have to be replaced by dummies")
-        result = array.astype(dtype, order="C")
-        result[absent] = np.arange(topk, dtype=dtype)
-        return result, absent
-    if copy is not True and array.flags.c_contiguous and array.flags.writeable and array.dtype.isnative:
-        if array.dtype == dtype:
-            return array, absent
-        if array.dtype.itemsize == dtype.itemsize:
-            return array.view(dtype), absent
+    filled = bool(absent is not None and absent.any())
+    dtype = _target_dtype(array, high, num_experts, topk, filled=filled)
+    if copy is False and filled:
+        raise ValueError("copy is False, but missing rows have to be replaced by dummies")
+    if not filled and _may_stay(array, dtype, copy):
+        return (array if array.dtype == dtype else array.view(dtype)), absent
     if copy is False:
         raise ValueError(f"copy is False, but routes of {array.dtype} (strides {array.strides}) need one for {dtype}")
-    return array.astype(dtype, order="C", copy=True), absent
+    if result is None or result.dtype != dtype:  # the same width, or the first ids spoke for another dtype than all
+        result = array.astype(dtype, order="C")
+    if absent is not None and filled:
+        result[absent] = np.arange(topk, dtype=dtype)
+    return result, absent
+
+
+def _may_stay(array: NDArray[Any], dtype: np.dtype[Any], copy: bool | None) -> bool:
+    """Say whether the result can be the array itself, or a view of it where only the sign changes."""
+    flags = array.flags
+    same = array.dtype.itemsize == dtype.itemsize and array.dtype.isnative
+    return copy is not True and same and flags.c_contiguous and flags.writeable
+
+
+def _likely_dtype(array: NDArray[Any], num_experts: int | None, topk: int) -> np.dtype[Any]:
+    """Return the dtype of the result, before the scan: by ``num_experts``, or as the first ids suggest.
+
+    So that one pass narrows and scans; where it was wrong, a second one is made.
+    """
+    if num_experts is not None:
+        return experts_dtype(num_experts, topk)[1]
+    highest = int(array[: 1 + _SAMPLE_IDS // math.prod(array.shape[1:])].max(initial=0))
+    return dtype_for(min(highest, (1 << 31) - 1), "routes")
 
 
 def _check_form(shape: tuple[int, ...], integers: bool, dtype: Any) -> int:
@@ -194,33 +215,42 @@ def _where(array: NDArray[Any], value: int) -> str:
     return str(np.argwhere(array == value)[0].tolist()) if array.size else "[]"
 
 
-def _scan(array: NDArray[Any], policy: Policy) -> tuple[int, int]:
-    """Return the least and the largest id; (0, 0) without rows."""
+def _scan(array: NDArray[Any], policy: Policy, result: NDArray[Any] | None = None) -> tuple[int, int]:
+    """Return the least and the largest id, (0, 0) without rows; write all to ``result``, which may be too narrow."""
     if array.size == 0:
         return 0, 0
     if not (array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative):
         low, high = np.empty(1, array.dtype), np.empty(1, array.dtype)
-        _scan_slices(np.array([[0, len(array), 0]]), low, high, array)
+        _scan_slices(np.array([[0, len(array), 0]]), low, high, array, result)
         return int(low[0]), int(high[0])
     flat = array.reshape(-1)
     flat.flags.writeable = False  # one compilation serves writable and read-only arrays; this is our own view
+    target = None if result is None else result.reshape(-1)
     threads = thread_count(array.nbytes, fresh=False, num_threads=None, policy=policy)
     edges = np.linspace(0, flat.size, min(threads, flat.size) + 1).astype(np.int64)
     pieces = np.stack((edges[:-1], edges[1:], np.arange(len(edges) - 1)), axis=1)
     low, high = np.empty(len(pieces), flat.dtype), np.empty(len(pieces), flat.dtype)
+    name = "scan" if target is None else "narrow"
     run(
-        pieces, threads, policy, twin="scan_serial", kernel="scan_parallel", arguments=(low, high, flat),
-        slices=lambda part: _scan_slices(part, low, high, flat),
+        pieces, threads, policy, twin=f"{name}_serial", kernel="scan_parallel" if target is None else None,
+        arguments=(low, high, flat) if target is None else (low, high, target, flat),
+        slices=lambda part: _scan_slices(part, low, high, flat, target),
     )  # fmt: skip
     return int(low.min()), int(high.max())
 
 
-def _scan_slices(pieces: NDArray[np.int64], low: NDArray[Any], high: NDArray[Any], array: NDArray[Any]) -> None:
-    """Write least and largest of each piece of the first axis, so that the second pass hits cache."""
+def _scan_slices(
+    pieces: NDArray[np.int64], low: NDArray[Any], high: NDArray[Any], array: NDArray[Any], result: NDArray[Any] | None
+) -> None:
+    """Write least and largest of each piece of the first axis, block by block, so that all but one pass hit cache."""
     step = max(1, _BLOCK_BYTES // (math.prod(array.shape[1:]) * array.itemsize))
     for begin, end, index in pieces.tolist():
-        blocks = [array[start : min(end, start + step)] for start in range(begin, end, step)]
-        extremes = [(block.min(), block.max()) for block in blocks]
+        extremes = []
+        for start in range(begin, end, step):
+            part = slice(start, min(end, start + step))
+            extremes.append((array[part].min(), array[part].max()))
+            if result is not None:
+                np.copyto(result[part], array[part], casting="unsafe")
         low[index] = min(least for least, _ in extremes)
         high[index] = max(most for _, most in extremes)
 
@@ -230,6 +260,8 @@ def _compact_on_device(routes: Any, num_experts: int | None, missing: str, copy:
     torch = importlib.import_module("torch")
     integers = not (routes.is_floating_point() or routes.is_complex() or routes.dtype == torch.bool)
     topk = _check_form(tuple(routes.shape), integers, routes.dtype)
+    if num_experts is not None:
+        experts_dtype(num_experts, topk)  # its faults come first, as on the host
     wide = routes.to(torch.int64)
     low, high = (int(value) for value in torch.aminmax(wide)) if wide.numel() else (0, 0)
     if low < 0 and routes.dtype == torch.uint64:  # ids past 2^63 turned negative: the host has the words to refuse them

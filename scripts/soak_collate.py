@@ -78,7 +78,7 @@ def check_case(seed, index):
     else:
         wanted, mask = oracle.rectangle(routes, lengths, columns, width, dtype, missing)
     for path in paths.ALL_PATHS:
-        policy = paths.forced(path, piece_align=align)
+        policy = paths.forced(path, piece_align=align, stream_run_from=1)
         options = {"dtype": dtype, "missing": missing, "num_threads": threads, "_policy": policy}
         if layout in ("left", "right"):
             result = r3numba.collate_routes(routes, lengths, padding=layout, max_length=width, **options)
@@ -93,7 +93,7 @@ def check_case(seed, index):
                 result = result.pad(starts=columns, max_length=width, num_threads=threads)
             del os.environ["R3NUMBA_POLICY"]
         ran = r3numba.backend_info()["path"]
-        if ran != path:
+        if ran not in paths.may_report(path):
             raise AssertionError(f"case {index}: path {ran} ran where {path} was forced")
         if result.array.dtype != dtype or not np.array_equal(result.array, wanted):
             raise AssertionError(f"case {index}: {layout} on {path}: wrong indices")

@@ -16,6 +16,7 @@ settings.load_profile("r3numba")
 ALLOWED_SKIPS = {
     "needs torch": "lanes without torch: the core must work there, tensors cannot exist",
     "needs Numba": "lanes without Numba: nothing to compile, fork or launch",
+    "needs streaming stores": "processors that are not x86-64, kernels that are not compiled: plain stores serve there",
     "needs megatron-core": "lanes without the guard's extra: the real TransformerConfig",
     "needs omegaconf": "lanes without the guard's extra: the real OmegaConf node",
     "needs the client extra": "lanes without the client extra",
@@ -62,5 +63,6 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     """Tests see the variables that their lane sets on purpose, and no user's thread counts or forced paths."""
-    for name in ("R3NUMBA_NUM_THREADS", "R3NUMBA_MAX_THREADS", "R3NUMBA_RESERVED_CPUS", "R3NUMBA_POLICY"):
+    for name in ("R3NUMBA_NUM_THREADS", "R3NUMBA_MAX_THREADS", "R3NUMBA_RESERVED_CPUS", "R3NUMBA_POLICY",
+                 "R3NUMBA_STREAMING"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)

@@ -6,10 +6,10 @@ import os
 from dataclasses import replace
 
 from r3numba import backend_info
-from r3numba._dispatch import kernels
+from r3numba._dispatch import kernels, streams
 from r3numba._policy import DEFAULT_POLICY
 
-NUMBA_PATHS = ("parallel", "pool", "serial")
+NUMBA_PATHS = ("parallel", "pool", "serial", "streaming")
 ALL_PATHS = (*NUMBA_PATHS, "slices")
 
 
@@ -21,6 +21,11 @@ def available():
     return ALL_PATHS
 
 
+def scanning():
+    """Return the paths of what only reads, or narrows: there are no streaming stores in it."""
+    return tuple(path for path in available() if path != "streaming")
+
+
 def numba_imports():
     try:
         import numba  # noqa: F401
@@ -29,19 +34,37 @@ def numba_imports():
     return True
 
 
+def compiled():
+    """Say whether kernels are compiled here, and not run as plain Python."""
+    return available() != ("slices",) and os.environ.get("NUMBA_DISABLE_JIT", "") in ("", "0")
+
+
 def forced(path, **changes):
     return replace(DEFAULT_POLICY, path=path, **changes)
 
 
-#: Pieces of a few bytes, so that a batch of a few hundred is cut as one of gigabytes would be.
-TINY_PIECES = {"piece_align": 64}
+def may_report(path):
+    """Return what ``backend_info()`` may call a forced path.
+
+    Nothing is launched in parallel on workqueue or in a forked child, and a host without streaming stores uses plain
+    ones, on any path.
+    """
+    if path == "parallel":
+        return ("parallel", "pool")
+    if path == "streaming" and not streams(0, fresh=False, policy=forced("streaming")):
+        return ("serial", "parallel", "pool")
+    return (path,)
+
+
+#: Pieces and streamed runs of a few bytes, so that a batch of a few hundred is treated as one of gigabytes would be.
+TINY_PIECES = {"piece_align": 64, "stream_run_from": 1}
 
 
 def threads_of(path, threads):
     """Return the thread count that a forced path reports when ``threads`` are asked for."""
     if path == "serial":
         return 1
-    if path == "parallel" and backend_info()["path"] == "parallel":
+    if path in ("parallel", "streaming") and backend_info()["path"] == "parallel":
         import numba
 
         return min(threads, numba.config.NUMBA_NUM_THREADS)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from paths import available as available_paths
+from paths import forced
 
 from r3numba import RouteCollator, collate_routes, pack_routes
-from r3numba._policy import DEFAULT_POLICY
+
+__all__ = ["available_paths", "forced"]  # and everything below
 
 DTYPES = (np.uint8, np.int16, np.int32)
 #: One id past what the next narrower dtype holds, so that a wrapped id cannot pass for the right one.
@@ -24,24 +25,9 @@ def examples(count):
     return count * int(os.environ.get("R3NUMBA_EXPLORE", "1"))
 
 
-def available_paths():
-    """Return the executor paths that this process can be forced onto."""
-    if os.environ.get("R3NUMBA_BACKEND") == "numpy" or importlib.util.find_spec("numba") is None:
-        return ("slices",)
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return ("slices",)
-    return ("serial", "parallel", "pool", "slices")
-
-
 def jit_runs():
     """Say whether kernels are compiled here: as plain Python a megabyte takes a second."""
     return os.environ.get("NUMBA_DISABLE_JIT", "") in ("", "0")
-
-
-def forced(path, **changes):
-    return replace(DEFAULT_POLICY, path=path, **changes)
 
 
 def most_threads(path, threads):

@@ -12,7 +12,7 @@ from support import examples
 from r3numba import audit_routes, backend_info, collate_routes, compare_routes, pack_routes
 from r3numba.audit import LONG_RUN, CorruptRoutesError
 
-PATHS = paths.available()
+PATHS = paths.scanning()
 KINDS = ("out_of_range", "duplicate", "zero", "zero_row", "zero_layer", "repeated_row")
 
 

@@ -235,9 +235,9 @@ def test_repeating_is_bounded_and_all_noisy_says_so(monkeypatch):
 
 def test_a_cold_repetition_touches_its_size_first(monkeypatch):
     touched = []
-    monkeypatch.setattr(measure, "touch_and_free", touched.append)
-    measure.measure([measure.Task("cold", int, cold_bytes=4096), measure.Task("warm", int)], 2, extra=0)
-    assert touched == [4096, 4096]
+    monkeypatch.setattr(measure, "touch_and_free", lambda nbytes, threads: touched.append((nbytes, threads)))
+    measure.measure([measure.Task("cold", int, cold_bytes=4096, threads=2), measure.Task("warm", int)], 2, extra=0)
+    assert touched == [(4096, 2), (4096, 2)]
 
 
 def test_torch_threads_come_back_and_are_one_inside():
@@ -312,9 +312,10 @@ def record(**changes):
             "prefill": timing(50), "single": timing(40), "slices_1": timing(20, ours=True),
             "slices_2": timing(15, ours=True, threads=2), "serial": timing(18, ours=True),
             "parallel_2": timing(10, ours=True, threads=2), "single_reused": timing(30, cold=False),
+            "pool_2_reused": timing(15, cold=False, threads=2), "recycled_1": timing(10, cold=False, ours=True),
             "recycled_2": timing(5, cold=False, ours=True, threads=2),
         },
-        "limits": {"fresh_2": timing(8), "fresh_1": timing(15), "warm_2": timing(4)},
+        "limits": {"fresh_2": timing(8), "fresh_1": timing(15), "warm_2": timing(4), "warm_1": timing(9)},
     }  # fmt: skip
     case["arms"].update(changes)
     tiny = {"name": "t", "trajectories": 4, "overhead": 30e-6, "arms": {
@@ -322,6 +323,8 @@ def record(**changes):
     }}  # fmt: skip
     return {
         "cases": [case], "others": [], "skewed": case, "tiny": {"cases": [tiny]},
+        "widening": [{"name": "w", "arms": {"assign": timing(11), "recycled_2": timing(5)}}],
+        "captures": [{"name": "three_passes", **timing(31)}, {"name": "compact", **timing(10)}],
         "peak_memory": {"result": 1000, "resident": 1000 + (1 << 20), "allocated": 2000},
         "imports": {"median": {"numpy": 0.1, "r3numba": 0.13}},
     }  # fmt: skip
@@ -353,6 +356,8 @@ def test_targets_that_are_met():
         ({"slices_1": timing(17, ours=True)}, {3}),
         ({"slices_1": timing(26, ours=True)}, {4}),
         ({"serial": timing(25, ours=True)}, {3, 6}),
+        ({"recycled_2": timing(8, cold=False, ours=True, threads=2)}, {8, 9, 11, 14}),
+        ({"recycled_1": timing(14, cold=False, ours=True)}, {10, 12}),
     ],
 )
 def test_targets_that_are_missed(change, missed):
@@ -366,7 +371,7 @@ def test_targets_of_tiny_batches_memory_and_import():
     made["tiny"]["cases"][0]["arms"]["default"] = timing(2.5)
     made["peak_memory"]["resident"] += 1
     made["imports"]["median"]["r3numba"] = 0.131
-    assert [row.met for row in figures.targets(made)[8:]] == [False, True, False, False, False]
+    assert [row.met for row in figures.targets(made)[16:]] == [False, True, False, False, False]
 
 
 def test_noise_and_absence_are_said():
@@ -374,7 +379,7 @@ def test_noise_and_absence_are_said():
     rows = figures.targets(made)
     assert rows[0].noisy
     assert not rows[1].noisy
-    assert "c: 1 of 8" in figures.noise_text(made)
+    assert "c: 1 of 10" in figures.noise_text(made)
     assert figures.noise_text(record()) == "Every timing has quiet repetitions."
     for name in ("single", "prefill"):
         del made["cases"][0]["arms"][name]

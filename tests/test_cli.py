@@ -315,7 +315,8 @@ def test_doctor_json_says_what_a_call_does(variables, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     record = json.loads(run_module("doctor", "--json").stdout)
-    assert record.keys() == {"versions", "limits", "backend", "paths", "huge_pages", "environment", "warnings"}
+    sections = "versions limits backend paths stores huge_pages environment warnings"
+    assert record.keys() == set(sections.split())
     assert all(limit.keys() == {"name", "value", "source", "why"} for limit in record["limits"])
     assert [path["nbytes"] for path in record["paths"]] == list(diagnosis.SIZES)
     code = (
@@ -460,7 +461,7 @@ def test_bench_writes_every_repetition_as_json(bench_run):
     assert record["schema"] == suite.SCHEMA
     assert record.keys() == {
         "schema", "command", "date", "host", "settings", "cases", "left_out", "others", "skewed", "tiny", "imports",
-        "captures", "first_call", "peak_memory",
+        "widening",        "captures", "first_call", "peak_memory",
     }  # fmt: skip
     assert record["host"]["versions"]["numpy"] == np.__version__
     assert [round(case["nbytes"] / 1e6) for case in record["cases"]] == [1, 2]

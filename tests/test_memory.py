@@ -253,6 +253,55 @@ def test_max_bytes_bounds_what_is_idle(most):
     assert collator.idle_bytes == (3 if most is None else most) * size.idle_bytes
 
 
+def sized(collator, kilobytes):
+    """Return a batch of so many kilobytes (its indices; the mask is an eighth)."""
+    return collator.pack_routes([np.zeros((kilobytes * 125, 1, 8), np.uint8)], [kilobytes * 125])
+
+
+def test_one_long_batch_is_not_hoarded():
+    collator, held = RouteCollator(), []
+    sized(collator, 100)
+    held = [collator.idle_bytes]
+    for _ in range(40):
+        sized(collator, 10)
+        held.append(collator.idle_bytes)
+    assert held[0] > 100_000
+    assert held[15] == held[0]  # it serves the small ones meanwhile
+    assert held[-1] < held[0] / 9
+
+
+def test_many_batches_held_once_are_not_hoarded():
+    collator = RouteCollator()
+    sized(collator, 3)
+    one = collator.idle_bytes
+    batches = [sized(collator, 3) for _ in range(50)]
+    assert collator.idle_bytes == 0
+    batches.clear()
+    assert collator.idle_bytes == 50 * one
+    for _ in range(20):
+        sized(collator, 3)
+    assert collator.idle_bytes == one
+
+
+@pytest.mark.parametrize("live", [1, 2, 5])
+def test_a_steady_loop_keeps_its_buffers(live):
+    """As many buffers as the loop holds at a time, for good."""
+    collator, batches, places = RouteCollator(), [], set()
+    for _ in range(100):
+        batches.append(sized(collator, 3))
+        places.add(address(batches[-1].array))
+        del batches[:-live]
+    assert len(places) == live + 1
+
+
+def test_skewed_steps_hold_no_more_than_twice_the_recent_largest():
+    collator, chance, sizes = RouteCollator(), random.Random(5), []
+    for _ in range(400):
+        sizes.append(max(1, min(100, round(chance.lognormvariate(2, 1)))))
+        sized(collator, sizes[-1])
+        assert collator.idle_bytes <= 2 * 1125 * max(sizes[-16:]) + 64
+
+
 def test_clear_with_live_loans():
     collator = RouteCollator()
     live, dead = fill(collator, "rectangle", 0), fill(collator, "pack", 5)

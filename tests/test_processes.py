@@ -403,10 +403,11 @@ def test_warmup_compiles_everything_a_later_call_needs():
     out = run(
         """
         r3numba.warmup()
-        from r3numba import _kernels
+        from r3numba import _kernels, _streaming
         def compiled():
-            return sum(len(getattr(_kernels, name).signatures) for name in
-                       ("move_serial", "move_parallel", "scan_serial", "scan_parallel"))
+            return sum(len(kernel.signatures) for kernel in (
+                _kernels.move_serial, _kernels.move_parallel, _kernels.scan_serial, _kernels.scan_parallel,
+                _kernels.narrow_serial, _streaming.stream_serial))
         before = compiled()
         routes, lengths = batch()
         strided = [r[:, ::2, ::-1] for r in routes]
@@ -421,6 +422,14 @@ def test_warmup_compiles_everything_a_later_call_needs():
             r3numba.compact_routes(np.abs(routes[0].astype(dtype)))
             frozen = np.abs(routes[1].astype(dtype)); frozen.flags.writeable = False
             r3numba.compact_routes(frozen)
+            for experts in (128, 512, 1 << 20):
+                r3numba.compact_routes(np.abs(routes[0].astype(dtype)) % 120, num_experts=experts)
+                r3numba.compact_routes(np.abs(routes[1].astype(dtype)) % 120, num_experts=experts)
+        large = r3numba.pack_routes(routes * 2, lengths * 2, dtype="uint8").array
+        for dtype in ("uint8", "int16", "int32"):
+            large = np.empty((sum(lengths) * 2, 48, 8), dtype)
+            r3numba.pack_routes(routes * 2, lengths * 2, dtype=dtype, out=large)
+            assert r3numba.backend_info()["path"] == "streaming"
         assert compiled() == before, (before, compiled())
         print(before)
         """,

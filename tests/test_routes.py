@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import paths
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import DTYPES, available_paths, examples, forced, jit_runs, misaligned, most_threads, need_torch, read_only
+from support import DTYPES, examples, forced, jit_runs, misaligned, most_threads, need_torch, read_only
 
 from r3numba import backend_info, collate_routes, compact_routes, dummy_routes
 from r3numba._policy import DEFAULT_POLICY
@@ -142,7 +143,7 @@ def test_copy_of_another_type_is_refused(copy):
 # ---- the same on every path, and for tensors -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", available_paths())
+@pytest.mark.parametrize("path", paths.scanning())
 @pytest.mark.parametrize("around", [-1, 0, 1])
 def test_paths_around_the_serial_threshold(path, around, monkeypatch):
     monkeypatch.setattr("r3numba._dispatch.permitted_cpus_cached", lambda: 3)
@@ -161,7 +162,7 @@ def test_paths_around_the_serial_threshold(path, around, monkeypatch):
         assert info["threads"] == (1 if one else most_threads(info["path"], 2))
 
 
-@pytest.mark.parametrize("path", available_paths())
+@pytest.mark.parametrize("path", paths.scanning())
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_every_place_of_the_extremes_on_every_path(path, dtype, monkeypatch):
     monkeypatch.setenv("R3NUMBA_NUM_THREADS", "3")
@@ -200,7 +201,7 @@ def payloads(draw):
     return routes, experts, draw(st.sampled_from(["raise", "mask"]))
 
 
-@pytest.mark.parametrize("path", available_paths())
+@pytest.mark.parametrize("path", paths.scanning())
 @settings(deadline=None, max_examples=examples(120))
 @given(payload=payloads(), layout=st.sampled_from(sorted(LAYOUTS)))
 def test_against_the_oracle(path, payload, layout):

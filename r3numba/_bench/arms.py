@@ -7,6 +7,7 @@ with torch at one thread (``measure`` sees to that). An arm takes a ``Workbench`
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._dispatch import kernels
-from .._policy import DEFAULT_POLICY, PathName
+from .._policy import DEFAULT_POLICY, PathName, Policy
 from ..collate import collate_routes
 from ..collator import RouteCollator
 from ..routes import dummy_routes
@@ -45,6 +46,7 @@ class Workbench:
         self.dummy_block = dummy_routes((batch.width, batch.shape.layers, batch.shape.topk), batch.shape.dtype)
         self.pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="r3numba-bench")
         self._reused: Any = None
+        self._wide: Any = None
         self.torch: Any = importlib.import_module("torch") if has_torch() else None
         if self.torch is not None:
             self.tensors = [self.torch.from_numpy(part) for part in batch.routes]
@@ -57,7 +59,7 @@ class Workbench:
     def __exit__(self, *error: object) -> None:
         self.pool.shutdown()
         self.collator.clear()
-        self._reused = None
+        self._reused = self._wide = None
 
     def fresh_tensor(self) -> Any:
         """Return an uninitialised tensor from torch's allocator, as the usual collations make it."""
@@ -83,9 +85,24 @@ class Workbench:
         """Return our rectangle, nothing forced."""
         return collate_routes(self.batch.routes, self.batch.lengths, **options).array
 
-    def recycle(self, threads: int) -> NDArray[Any]:
+    def recycle(self, threads: int, **options: Any) -> NDArray[Any]:
         """Return our rectangle in recycled memory: the previous one must be gone."""
-        return self.collator.collate_routes(self.batch.routes, self.batch.lengths, num_threads=threads).array
+        return self.collator.collate_routes(self.batch.routes, self.batch.lengths, num_threads=threads, **options).array
+
+    def assign(self, dtype: str) -> Any:
+        """Return the rectangle in a wider dtype, by NumPy's assignment into a buffer that is used again."""
+        if self._wide is None or self._wide.dtype != dtype:
+            self._wide = np.empty(self.batch.result_shape, dtype)
+        block = self.dummy_block
+        for index, (part, begin) in enumerate(zip(self.batch.routes, self.begins, strict=True)):
+            end = begin + len(part)
+            self._wide[index, :begin] = block[:begin]
+            self._wide[index, begin:end] = part
+            self._wide[index, end:] = block[: self.batch.width - end]
+        return self._wide
+
+
+_PLAIN: Final = replace(DEFAULT_POLICY, stream_from=None)
 
 
 def _original_prefill(work: Workbench, out: Any) -> Any:
@@ -172,15 +189,37 @@ ARMS: Final = {
               2, None, False),
         _ours("recycled_1", "RouteCollator", lambda work: work.recycle(1), 1, None, False),
         _ours("recycled_2", "RouteCollator", lambda work: work.recycle(2), 2, None, False),
+        _ours("plain_1", "RouteCollator, plain stores", lambda work: work.recycle(1, _policy=_PLAIN), 1, None, False),
+        _ours("plain_2", "RouteCollator, plain stores", lambda work: work.recycle(2, _policy=_PLAIN), 2, None, False),
     )
 }  # fmt: skip
 
 
+def widening_arms(dtype: str) -> list[Arm]:
+    """Return the arms that widen to ``dtype``, all into memory that is used again: held against each other alone."""
+
+    def ours(name: str, threads: int, policy: Policy) -> Arm:
+        label = f"RouteCollator, {dtype}{', plain stores' if policy is _PLAIN else ''}"
+        run = functools.partial(Workbench.recycle, threads=threads, dtype=dtype, _policy=policy)
+        return _ours(name, label, run, threads, None, False)
+
+    return _present([
+        Arm("assign", f"NumPy's assignment to {dtype}", lambda work: work.assign(dtype), cold=False, needs=None),
+        ours("recycled_1", 1, DEFAULT_POLICY),
+        ours("recycled_2", 2, DEFAULT_POLICY),
+        ours("plain_1", 1, _PLAIN),
+        ours("plain_2", 2, _PLAIN),
+    ])  # fmt: skip
+
+
+def _present(arms: Iterable[Arm]) -> list[Arm]:
+    present = {None: True, "torch": has_torch(), "numba": kernels() is not None}
+    return [arm for arm in arms if present[arm.needs]]
+
+
 def available(names: Iterable[str] | None = None) -> list[Arm]:
     """Return the arms, or those named, that can run here: torch and a working Numba are needed by some."""
-    chosen = list(ARMS.values()) if names is None else [ARMS[name] for name in names]
-    present = {None: True, "torch": has_torch(), "numba": kernels() is not None}
-    return [arm for arm in chosen if present[arm.needs]]
+    return _present(ARMS.values() if names is None else [ARMS[name] for name in names])
 
 
 def check_equal(work: Workbench, arms: Iterable[Arm]) -> Iterator[Arm]:

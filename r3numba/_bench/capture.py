@@ -1,4 +1,4 @@
-"""The arms before a batch exists: decoding a payload, a conversation's trace, the audit. Shared by bench and asv."""
+"""The arms before a batch exists: decoding, compaction, a conversation's trace, the audit. Shared by bench and asv."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..audit import audit_routes
 from ..collate import collate_routes
 from ..collator import RouteCollator
+from ..routes import compact_routes
 from ..trace import RoutedExpertTrace
 from ..wire import decode_routes, encode_routes
 
@@ -55,7 +56,7 @@ def legal_routes(tokens: int) -> NDArray[np.uint8]:
 def capture_arms(tokens: int = TOKENS) -> list[CaptureArm]:
     """Return the arms over one trajectory of ``tokens`` tokens, and over four of them for the audit."""
     routes = legal_routes(tokens - 1)
-    arms = [*_decode_arms(routes), *_trace_arms(routes)]
+    arms = [*_decode_arms(routes), *_compact_arms(routes), *_trace_arms(routes)]
     batch, lengths = [routes] * 4, [tokens] * 4
     collator = RouteCollator()
     size = 4 * routes.nbytes
@@ -92,6 +93,23 @@ def _decode_arms(routes: NDArray[np.uint8]) -> list[CaptureArm]:
             "decode_raw", "decode_routes, raw int32",
             lambda: decode_routes(raw, num_layers=LAYERS, topk=TOPK, start=0), len(raw),
             against="base64_raw",
+        ),
+    ]  # fmt: skip
+
+
+def _compact_arms(routes: NDArray[np.uint8]) -> list[CaptureArm]:
+    wide = routes.astype(np.int64)
+
+    def three_passes() -> NDArray[np.uint8]:
+        if wide.min() < 0 or wide.max() >= EXPERTS:
+            raise ValueError("ids out of range")
+        return wide.astype(np.uint8)
+
+    return [
+        CaptureArm("three_passes", "int64: NumPy min(), max(), astype()", three_passes, wide.nbytes),
+        CaptureArm(
+            "compact", "int64: compact_routes", lambda: compact_routes(wide, num_experts=EXPERTS), wide.nbytes,
+            against="three_passes",
         ),
     ]  # fmt: skip
 

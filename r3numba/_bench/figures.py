@@ -63,7 +63,8 @@ def fastest(case: Case, arms: Iterable[str]) -> str | None:
 
 def noisy_arms(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     """Return, for each batch with a timing that has no quiet repetition: its name, how many, and of how many."""
-    cases = [*record["cases"], *record["others"], *filter(None, [record["skewed"]]), *record["tiny"]["cases"]]
+    cases = [*record["cases"], *record["others"], *filter(None, [record["skewed"]]), *record["widening"],
+             *record["tiny"]["cases"]]  # fmt: skip
     counts = [(case["name"], sum(arm["noisy"] for arm in case["arms"].values()), len(case["arms"])) for case in cases]
     return [count for count in counts if count[1]]
 
@@ -102,6 +103,14 @@ def targets(record: Mapping[str, Any]) -> list[Target]:
         _least("cold, 2 threads", "limit, fresh huge pages", 0.65, cases, _limit_of("parallel_2"), percent=True),
         _least("cold, 1 thread", "limit, fresh huge pages", 0.65, cases, _limit_of("serial"), percent=True),
         _least("skewed, 2 threads", "1 thread", 1.6, skewed, _ratio_of("serial", "parallel_2")),
+        _least("recycled, 2 threads", "single write, reused", 4.0, cases, _ratio_of("single_reused", "recycled_2")),
+        _least("recycled, 2 threads", "pool of 2, reused", 2.2, cases, _ratio_of("pool_2_reused", "recycled_2")),
+        _least("recycled, 1 thread", "single write, reused", 2.3, cases, _ratio_of("single_reused", "recycled_1")),
+        _least("recycled, 2 threads", "limit, warm", 0.8, cases, _limit_of("recycled_2"), percent=True),
+        _least("recycled, 1 thread", "limit, warm", 0.8, cases, _limit_of("recycled_1"), percent=True),
+        _least("recycled, widening", "NumPy's assignment", 2.0, record["widening"], _ratio_of("assign", "recycled_2")),
+        _least("skewed, recycled, 2 threads", "1 thread", 1.7, skewed, _ratio_of("recycled_1", "recycled_2")),
+        _compact_target(record["captures"]),
         *_tiny_targets(record["tiny"]["cases"]),
         _peak_target(record["peak_memory"]),
         _import_target(record["imports"]["median"]),
@@ -142,6 +151,14 @@ def _least(
 
     shown = ", ".join(text(value) for value in values) or "not measured here"
     return Target(arm, against, text(needed), shown, min(values) >= needed if values else None, noisy)
+
+
+def _compact_target(captures: Sequence[Mapping[str, Any]]) -> Target:
+    found = {arm["name"]: arm for arm in captures}
+    slow, fast = found["three_passes"], found["compact"]
+    value = slow["median"] / fast["median"]
+    noisy = slow["noisy"] or fast["noisy"]
+    return Target("compact_routes, int64", "NumPy's three passes", "3.00x", f"{value:.2f}x", value >= 3, noisy)
 
 
 def _tiny_targets(cases: Sequence[Case]) -> list[Target]:

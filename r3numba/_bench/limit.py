@@ -4,7 +4,8 @@ Each candidate copies ``copied`` bytes and fills ``filled`` bytes of one destina
 pages or warm memory. The limit is the best candidate; ``share of limit`` = limit / ours.
 
 ``libc`` hands each part to ``memmove`` and ``memset`` whole, so that the C library is free to stream; ``blocks``
-walks it in pieces of 2 MiB, copied by the kernels' own memcpy and filled from a template that stays in cache.
+walks it in pieces of 2 MiB, copied by the kernels' own memcpy and filled from a template that stays in cache;
+``streams`` does both with streaming stores, where the host has them.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .._dispatch import kernels
+from .._dispatch import kernels, streams
 from .._plan import address_of
+from .._policy import DEFAULT_POLICY
 from .measure import Task, Timing
 
 Move = Callable[[int, int, int, int], None]
-CANDIDATES: Final = ("libc", "blocks")
+CANDIDATES: Final = ("libc", "blocks", "streams")
 #: The fill's template: it stays in the first-level cache.
 _TEMPLATE_BYTES: Final = 16 << 10
 HUGE_PAGE: Final = 2 << 20
@@ -55,6 +58,27 @@ def _blocks_move() -> Move:
     return move
 
 
+def _streams_move() -> Move:
+    """Compile the candidate with streaming stores, without plan, pieces and spans."""
+    from .. import _numba, _streaming
+
+    template = np.arange(_TEMPLATE_BYTES, dtype=np.int64).astype(np.uint8)
+    stream_run, fence, fill = _streaming.stream_run, _streaming.fence, _TEMPLATE_BYTES
+
+    @_numba.jit(parallel=False)
+    def walk(out: Any, source: int, copied: int, pattern: int) -> None:
+        stream_run(1, out, 0, source, 1, copied)
+        for begin in range(copied, out.size, fill):
+            stream_run(1, out, begin, pattern, 1, min(fill, out.size - begin))
+        fence()
+
+    def move(destination: int, source: int, copied: int, filled: int) -> None:
+        memory: Any = (ctypes.c_uint8 * (copied + filled)).from_address(destination)
+        walk(np.frombuffer(memory, np.uint8), source, copied, address_of(template))
+
+    return move
+
+
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
     """Return uninitialised bytes that begin on a huge page, so that no edge of them is made of small pages."""
     room = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
@@ -82,6 +106,8 @@ class Limit:
         self._moves: dict[str, Move] = {"libc": _libc_move}
         if kernels() is not None:
             self._moves["blocks"] = _blocks_move()
+        if streams(0, fresh=False, policy=replace(DEFAULT_POLICY, path="streaming")):
+            self._moves["streams"] = _streams_move()
 
     def __enter__(self) -> Limit:
         return self
@@ -97,6 +123,7 @@ class Limit:
                 f"limit_{memory}_{threads}_{candidate}",
                 self._runner(move, memory == "fresh", threads),
                 cold_bytes=self.copied + self.filled if memory == "fresh" else 0,
+                threads=threads,
             )
             for memory in MEMORY_KINDS
             for threads in thread_counts

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._dispatch import backend_info
 from ..topology import cgroup_memory_available, permitted_cpus
-from .arms import ARMS, Arm, Workbench, available, check_equal
+from .arms import ARMS, Arm, Workbench, available, check_equal, widening_arms
 from .capture import run_captures
 from .fresh_process import first_call_times, import_times, peak_memory
 from .host import host_record
@@ -26,7 +26,9 @@ SCHEMA: Final = 1
 _MEMORY_FACTOR: Final = 7
 #: The arms of the sections that look at one question each.
 OTHER_ARMS: Final = ("prefill", "single", "slices_1", "serial", "parallel_2", "recycled_2")
-SKEWED_ARMS: Final = ("single", "slices_1", "serial", "parallel_1", "parallel_2", "recycled_1", "recycled_2")
+SKEWED_ARMS: Final = (
+    "single", "slices_1", "serial", "parallel_1", "parallel_2", "recycled_1", "recycled_2", "plain_1", "plain_2",
+)  # fmt: skip
 TINY_ARMS: Final = ("prefill", "single", "bare", "default")
 #: A repetition of a tiny batch is as many calls as take this long, so that reading clocks does not show.
 _TINY_SECONDS: Final = 0.02
@@ -77,13 +79,18 @@ def run_suite(settings: Settings, progress: Progress, command: str) -> dict[str,
             if batch is None:
                 left_out.append(nbytes)
                 continue
-            cases.append(run_case(batch, main_arms(), settings.repeat, progress, limit_threads=THREAD_COUNTS))
+            cases.append(
+                run_case(batch, available(main_arms()), settings.repeat, progress, limit_threads=THREAD_COUNTS)
+            )
         middle = settings.sizes[len(settings.sizes) // 2]
         others = [] if settings.quick else _others(settings, middle, progress)
         skewed_batch = _fitting(middle, functools.partial(make_skewed, shape, middle))
-        skewed = skewed_batch and run_case(skewed_batch, SKEWED_ARMS, settings.repeat, progress, limit_threads=(2,))
+        skewed = skewed_batch and run_case(
+            skewed_batch, available(SKEWED_ARMS), settings.repeat, progress, limit_threads=(2,)
+        )
+        widening = _widening(settings, middle, progress)
         tiny = _tiny(settings, progress)
-        progress.section("decode, trace, audit", 14 * settings.repeat)
+        progress.section("decode, compact, trace, audit", 16 * settings.repeat)
         captures = run_captures(settings.repeat, progress.step)
     return {
         "schema": SCHEMA,
@@ -98,6 +105,7 @@ def run_suite(settings: Settings, progress: Progress, command: str) -> dict[str,
         "left_out": left_out,
         "others": others,
         "skewed": skewed,
+        "widening": widening,
         "tiny": tiny,
         "captures": captures,
         **_processes(settings, progress),
@@ -111,18 +119,23 @@ def main_arms() -> tuple[str, ...]:
 
 def run_case(
     batch: BenchBatch,
-    names: Sequence[str],
+    arms: Sequence[Arm],
     repeat: int,
     progress: Progress,
     *,
     limit_threads: Sequence[int],
+    dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Measure arms and limit on one batch, interleaved, after all arms were seen to give the same rectangle."""
-    arms = available(names)
+    """Measure arms and limit on one batch, interleaved, after all arms were seen to give the same rectangle.
+
+    ``dtype``: what the arms widen the batch to; the limit, which copies, says nothing about that.
+    """
+    result_dtype = np.dtype(dtype or batch.shape.dtype)
+    nbytes = batch.nbytes // batch.shape.dtype.itemsize * result_dtype.itemsize
     with Workbench(batch) as work, Limit(batch.copied_bytes, batch.nbytes - batch.copied_bytes) as limit:
-        tasks = [Task(arm.name, _bound(arm, work), batch.nbytes if arm.cold else 0) for arm in arms]
+        tasks = [Task(arm.name, _bound(arm, work), nbytes if arm.cold else 0, threads=arm.threads or 2) for arm in arms]
         limits = limit.tasks(limit_threads)
-        progress.section(f"{batch.nbytes / 1e9:.2g} GB, {batch.name}", (len(tasks) + len(limits)) * (repeat + 1))
+        progress.section(f"{nbytes / 1e9:.2g} GB, {batch.name}", (len(tasks) + len(limits)) * (repeat + 1))
         ran = {}
         for arm in check_equal(work, arms):
             ran[arm.name] = dict(backend_info()) if arm.ours else None
@@ -132,11 +145,11 @@ def run_case(
             progress.step("limit")
         timings = measure([*tasks, *limits], repeat, step=progress.step)
     return {
-        "name": f"{batch.name}, {batch.nbytes / 1e9:.2g} GB",
-        "nbytes": batch.nbytes,
+        "name": f"{batch.name}, {nbytes / 1e9:.2g} GB",
+        "nbytes": nbytes,
         "copied_bytes": batch.copied_bytes,
         "result_shape": list(batch.result_shape),
-        "dtype": str(batch.shape.dtype),
+        "dtype": str(result_dtype),
         "arms": {arm.name: {**_describe(arm), "ran": ran[arm.name], **timings[arm.name].record()} for arm in arms},
         "limits": {
             f"{memory}_{threads}": {"candidate": best.name.rpartition("_")[2], **best.record()}
@@ -171,7 +184,20 @@ def _others(settings: Settings, nbytes: int, progress: Progress) -> list[dict[st
     for name, spread in pairs:
         batch = _fitting(nbytes, functools.partial(make_batch, SHAPES[name], spread, nbytes))
         if batch is not None:
-            cases.append(run_case(batch, OTHER_ARMS, min(5, settings.repeat), progress, limit_threads=(2,)))
+            cases.append(run_case(batch, available(OTHER_ARMS), min(5, settings.repeat), progress, limit_threads=(2,)))
+    return cases
+
+
+def _widening(settings: Settings, nbytes: int, progress: Progress) -> list[dict[str, Any]]:
+    """Measure uint8 routes that are widened to results of ``nbytes``, into memory that is used again."""
+    cases = []
+    for dtype in ("int16", "int32"):
+        narrow = nbytes // np.dtype(dtype).itemsize
+        batch = _fitting(nbytes, functools.partial(make_batch, SHAPES["48x8"], settings.spread, narrow))
+        if batch is not None:
+            cases.append(
+                run_case(batch, widening_arms(dtype), settings.repeat, progress, limit_threads=(), dtype=dtype)
+            )
     return cases
 
 

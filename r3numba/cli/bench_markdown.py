@@ -11,7 +11,7 @@ from .console import milliseconds, size
 
 ARMS: Final = (
     "prefill", "single", "single_huge", "pool_2", "slices_1", "serial", "parallel_2", "default", "single_reused",
-    "pool_2_reused", "recycled_2",
+    "pool_2_reused", "recycled_1", "recycled_2", "plain_2",
 )  # fmt: skip
 
 

@@ -46,6 +46,8 @@ def print_report(out: Any, record: Mapping[str, Any]) -> None:
         out.print(others_table(record))
     if record["skewed"]:
         out.print(case_table(record["skewed"]))
+    for case in record["widening"]:
+        out.print(case_table(case))
     out.print(tiny_table(record["tiny"]))
     out.print(capture_table(record["captures"]))
     for line in process_lines(record):
@@ -173,7 +175,7 @@ def tiny_table(tiny: Mapping[str, Any]) -> Any:
 
 
 def capture_table(captures: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the table of decoding, traces and the audit, each held against the least work of its kind."""
+    """Return the table of decoding, compaction, traces and the audit, each held against the least work of its kind."""
     labels = {arm["name"]: arm["label"] for arm in captures}
     rows = [
         (
@@ -185,7 +187,9 @@ def capture_table(captures: Sequence[Mapping[str, Any]]) -> Any:
         )
         for arm in captures
     ]
-    return table("Before the batch: decoding, traces, audit", ("arm", "ms", "GB/s", "time", "repetitions"), rows)
+    return table(
+        "Before the batch: decoding, compaction, traces, audit", ("arm", "ms", "GB/s", "time", "repetitions"), rows
+    )
 
 
 def process_lines(record: Mapping[str, Any]) -> Iterator[str]:

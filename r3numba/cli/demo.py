@@ -93,14 +93,14 @@ def _check_table(checks: Sequence[Check]) -> Any:
 
 def _time_step(out: Any, rollouts: Sequence[Rollout], options: argparse.Namespace) -> dict[str, Any]:
     """Time one step's collation on the captured rollouts, tiled to a training size; print and return the case."""
-    from .._bench.arms import has_torch
+    from .._bench.arms import available, has_torch
     from .._bench.shapes import tiled
     from .._bench.suite import run_case
     from .rollouts import EXPERTS, routes_of
 
     batch = tiled("captured rollouts, tiled", EXPERTS, routes_of(rollouts), options.size)
     with progress_bar(out) as bar:
-        case = run_case(batch, ARMS, options.repeat, bar, limit_threads=())
+        case = run_case(batch, available(ARMS), options.repeat, bar, limit_threads=())
     ours = case["arms"]["default"]
     rows = []
     for record in case["arms"].values():

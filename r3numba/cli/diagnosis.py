@@ -36,6 +36,7 @@ _LIMIT_WHY: Final = {
 _VARIABLES: Final = {
     "R3NUMBA_BACKEND": "auto, numba or numpy: which backend serves.",
     "R3NUMBA_POLICY": "Forces one path at any size; meant for tests.",
+    "R3NUMBA_STREAMING": "0 turns streaming stores off.",
     "R3NUMBA_CACHE": "1 keeps compiled kernels on disk.",
     "R3NUMBA_MEMORY_CHECK": "0 turns the check for memory before a large result off.",
     "R3NUMBA_NUM_THREADS": "The thread count of every call, up to the permitted CPUs.",
@@ -59,6 +60,7 @@ _PATH_WHY: Final = {
     "parallel": "More than one thread pays: the prange kernel runs on Numba's pool",
     "pool": "More than one thread pays, and Numba's pool is not safe here: the serial kernel runs on our own pool",
     "slices": "No Numba serves here: NumPy slices do the same",
+    "streaming": "A forced path",
 }
 
 
@@ -74,6 +76,7 @@ def diagnose() -> dict[str, Any]:
         "limits": _limits(topology),
         "backend": backend,
         "paths": paths,
+        "stores": _stores(),
         "huge_pages": _huge_pages(),
         "environment": _environment(os.environ),
     }
@@ -99,24 +102,12 @@ def _path_at(nbytes: int, topology: Topology) -> dict[str, Any]:
     record: dict[str, Any] = {"nbytes": nbytes, "path": None, "threads": None}
     try:
         policy = policy_from_environment()
-        path, threads = would_run(nbytes, policy)
+        path, threads = _dispatch.would_run(nbytes, fresh=True, policy=policy)
         first = _PATH_WHY[path] if policy.path is None else "R3NUMBA_POLICY forces this path"
         why = f"{first}; {_thread_rule(nbytes, path, threads, topology.permitted_cpus, policy)}."
     except (ImportError, ValueError) as error:
         return {**record, "why": f"A call would raise {type(error).__name__}: {error}"}
     return {**record, "path": path, "threads": threads, "why": why}
-
-
-def would_run(nbytes: int, policy: Policy) -> tuple[str, int]:
-    """Return path and threads of a call with a fresh result of ``nbytes``, starting the layer as the call would."""
-    module = _dispatch.kernels()
-    threads = _dispatch.thread_count(nbytes, fresh=True, num_threads=None, policy=policy)
-    path = _dispatch._choose(module, threads, policy)
-    if path == "serial":
-        return path, 1
-    if path == "parallel" and module is not None:
-        threads = min(threads, module.runtime.thread_limit())
-    return path, threads
 
 
 def _thread_rule(nbytes: int, path: str, threads: int, cpus: int, policy: Policy) -> str:
@@ -156,6 +147,23 @@ def _backend() -> dict[str, Any]:
     if forked and layer is None:
         why = "No layer is started in a forked process, as GNU OpenMP would die there."
     return {"backend": "numba", "layer": layer, "forked": forked, "why": _LAYER_WHY.get(layer, why)}
+
+
+def _stores() -> dict[str, Any]:
+    """Return which stores write a large result whose pages are mapped already."""
+    try:
+        policy = policy_from_environment()
+        streaming = _dispatch.streams(policy.stream_from or 0, fresh=False, policy=policy)
+    except (ImportError, ValueError) as error:
+        return {"value": None, "why": f"A call would raise {type(error).__name__}: {error}"}
+    if streaming:
+        above = f"recycled or caller-owned results of {size(policy.stream_from or 0)} and more go past the caches"
+        return {"value": "streaming", "why": f"R3NUMBA_STREAMING=0 turns them off; {above}."}
+    if policy.stream_from is None:
+        return {"value": "plain", "why": "R3NUMBA_STREAMING=0 turns streaming stores off."}
+    if policy.path is not None:
+        return {"value": "plain", "why": "R3NUMBA_POLICY forces a path that has no other."}
+    return {"value": "plain", "why": "No streaming stores here: they need compiled kernels on an x86-64 processor."}
 
 
 def _no_numba_why() -> str:

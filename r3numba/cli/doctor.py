@@ -45,6 +45,7 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
     yield "Backend"
     yield from _entry("backend", backend["backend"] or "none", None, None)
     yield from _entry("threading layer", backend["layer"] or "none", None, backend["why"])
+    yield from _entry("stores", record["stores"]["value"] or "none", None, record["stores"]["why"])
     yield from _entry("huge pages", pages["value"] or "none", pages["source"], pages["why"])
     yield "What would run (a fresh result of this size)"
     for path in record["paths"]:

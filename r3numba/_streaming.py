@@ -1,0 +1,156 @@
+"""Streaming stores: each line of the result goes to memory past the caches, unread.
+
+A plain store reads the line that it is about to overwrite, because it might change only a part of it. A non-temporal
+store collects a whole line in the processor and sends it off. On memory that is mapped already that saves a third of
+the traffic of a copy and half of that of a fill; on fresh pages, which the kernel has just cleared in cache, and on
+results that the caches hold, it loses. So ``_dispatch`` uses it for large recycled or caller-owned memory only, and
+``R3NUMBA_STREAMING=0`` never. The figures are in docs/performance.md.
+
+Importing this module compiles a probe. Where the processor or LLVM has no such store, the import fails, and the plain
+stores of ``_kernels`` serve: same walk, same bytes.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ._kernels import move_piece, plain_run
+from ._numba import JIT_DISABLED, address_of, jit
+
+if JIT_DISABLED or platform.machine().lower() not in ("x86_64", "amd64"):
+    raise ImportError("streaming stores are for compiled kernels on x86-64: nothing else was measured")
+
+#: What one store writes: a cache line, aligned to its size, as non-temporal stores have to be.
+LINE = 64
+
+
+def _line_from(bits, signed):
+    """Return the intrinsic that streams one line of ``out`` from ids of ``bits`` bits."""
+
+    @intrinsic
+    def stream_line(typing_context, out, target, source):
+        def generate(context, builder, signature, arguments):
+            width = context.get_value_type(out.dtype).width  # bits of one id in the destination
+            if width < bits:
+                return  # a plan never narrows: the branch is dead, but it has to compile
+            ids = 8 * LINE // width  # as many as make one line
+            read = ir.VectorType(ir.IntType(bits), ids)
+            written = ir.VectorType(ir.IntType(width), ids)
+            # Load them at once from any address: a payload that was decoded in place begins at any byte.
+            value = builder.load(builder.inttoptr(arguments[2], read.as_pointer()))
+            value.align = 1
+            if width > bits:  # widen in registers; uint8 has no sign to keep
+                value = (builder.sext if signed else builder.zext)(value, written)
+            # One store of the whole line. Its address is a multiple of 64, which the caller sees to.
+            store = builder.store(value, builder.inttoptr(arguments[1], written.as_pointer()), align=LINE)
+            # LLVM's mark for "will not be read soon"; with it, and with the alignment, x86 gets MOVNT instructions.
+            store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+        return types.void(out, types.int64, types.int64), generate
+
+    return stream_line
+
+
+_line_from_uint8 = _line_from(8, signed=False)
+_line_from_int16 = _line_from(16, signed=True)
+_line_from_int32 = _line_from(32, signed=True)
+
+
+@intrinsic
+def _prefetch(typing_context, address):
+    def generate(context, builder, signature, arguments):
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        signature = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+        # For a read (0), of data that will be used once (locality 0), into the data cache (1). Past the end of the
+        # source it asks for nothing: a prefetch never faults.
+        hints = [ir.Constant(number, hint) for hint in (0, 0, 1)]
+        builder.call(function, [builder.inttoptr(arguments[0], byte), *hints])
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def fence(typing_context):
+    def generate(context, builder, signature, arguments):
+        # SFENCE: all streamed lines are visible to other threads before any store that follows. x86 orders plain
+        # stores by itself, but not these; without it a thread that hears "done" could read old bytes.
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"
+        )
+        builder.call(function, [])
+
+    return types.void(), generate
+
+
+#: How far ahead of the copy the source is asked for, in bytes. 400 MB, GB/s on one thread: 18.7 without, 19.0 at 256
+#: and 512, 21.8 at 1024, 21.6 at 2048, 21.1 at 4096. Four interleaved streams of 4 KiB gave 15.7, two 14.8.
+AHEAD = 2048
+
+
+@jit(parallel=False)
+def stream_run(shortest, out, start, address, itemsize, count):
+    """Write what ``plain_run`` writes: whole lines streamed, the ends before and after them with plain stores.
+
+    A run of less than ``shortest`` bytes gets plain stores only.
+    """
+    size = out.itemsize
+    if count * size < shortest:
+        plain_run(out, start, address, itemsize, count)
+        return
+    a_line = LINE // size  # ids
+    head = min(count, (-(address_of(out) + start * size) & (LINE - 1)) // size)
+    lines = (count - head) // a_line
+    target = address_of(out) + (start + head) * size
+    source = address + head * itemsize
+    step = a_line * itemsize
+    if itemsize == 1:
+        for line in range(lines):
+            _prefetch(source + line * step + AHEAD)
+            _line_from_uint8(out, target + line * LINE, source + line * step)
+    elif itemsize == 2:
+        for line in range(lines):
+            _prefetch(source + line * step + AHEAD)
+            _line_from_int16(out, target + line * LINE, source + line * step)
+    else:
+        for line in range(lines):
+            _prefetch(source + line * step + AHEAD)
+            _line_from_int32(out, target + line * LINE, source + line * step)
+    tail = head + lines * a_line
+    for first, end in ((0, head), (tail, count)):
+        plain_run(out, start + first, address + first * itemsize, itemsize, end - first)
+
+
+@jit(parallel=False)
+def stream_serial(pieces, shortest, out, mask, *table):
+    """Do what ``move_serial`` does, with streaming stores from runs of ``shortest`` bytes on; every thread sees it.
+
+    It has no prange form: more threads run it over our own pool, which is as fast (0.4 GB, two threads, plain stores:
+    29 ms, prange 30) and starts no layer, and compiling another form of it for each dtype would take 1.5 s.
+    """
+    for piece in range(pieces.shape[0]):
+        move_piece(shortest, out, mask, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], *table)
+    fence()
+
+
+def _probe(out, source):
+    _line_from_uint8(out, address_of(out), source)
+    fence()
+
+
+def _refuse_without_stores() -> None:
+    """Raise ImportError unless this processor and this LLVM turn the marks above into streaming stores and a fence."""
+    probe = numba.njit(_probe)  # never cached: its assembly is what is looked at
+    probe.compile("void(uint8[::1], int64)")
+    (code,) = probe.inspect_asm().values()
+    if "movnt" not in code or "sfence" not in code:
+        raise ImportError("the compiler makes no streaming stores here")
+
+
+_refuse_without_stores()
