@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 RUN := .venv/bin/python
 
-.PHONY: help setup test explore lint demo doctor bench asv asv-smoke peers soak e2e clean
+.PHONY: help setup test explore lint demo doctor bench bench-table performance asv asv-smoke peers soak e2e clean
 help:
 	@echo "make test    every test lane          make demo   the captured rollouts, collated, checked, timed"
 	@echo "make bench   milliseconds per step    make asv    the last commits, over time"
@@ -49,6 +49,10 @@ asv-smoke: setup
 bench-table: setup
 	$(RUN) -m r3numba.cli bench --json docs/benchmarks.json --plot docs/benchmarks.png --markdown docs/benchmarks.md
 	$(RUN) scripts/readme_table.py
+
+# What docs/performance.md says of stores; the benchmark's record must be there.
+performance: setup
+	$(RUN) scripts/performance.py
 
 # Heavy peers live in an environment of their own (about 2 GB); the trainers install without their CUDA dependencies.
 .venv-peers/.stamp: scripts/peers_requirements.txt constraints.txt

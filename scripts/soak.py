@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -35,7 +36,7 @@ class Campaign:
 
 
 CAMPAIGNS = {
-    "collate": Campaign(1_000_000, "random batches on every forced path (parallel, pool, serial, slices)"),
+    "collate": Campaign(1_000_000, "random batches on every forced path (parallel, pool, serial, slices, streaming)"),
     "wire": Campaign(1_000_000, "payloads and bodies: valid, mutated, hostile"),
     "trace": Campaign(100_000, "random call sequences on traces"),
 }
@@ -61,7 +62,11 @@ def versions():
 
     import r3numba
 
-    ours = f"r3numba {r3numba.__version__}, Python {platform.python_version()}"
+    # The source counts: cases that another version of the code passed are not resumed but run again.
+    digest = hashlib.sha256()
+    for file in sorted(Path(r3numba.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    ours = f"r3numba {r3numba.__version__} (source {digest.hexdigest()[:8]}), Python {platform.python_version()}"
     return f"{ours}, NumPy {numpy.__version__}, Numba {numba.__version__}"
 
 

@@ -192,14 +192,15 @@ def test_a_large_batch_in_real_pieces(path):
     assert (batch.array == expected).all()
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "layer-major", "every-other-id"])
 @pytest.mark.parametrize("path", PATHS)
-def test_a_layer_major_destination_is_one_more_plan(path):
+def test_a_layer_major_destination_is_one_more_plan(path, layout):
     """A rank's share: a subset of layers, layer-major, widened to int64, by the same executor."""
     from r3numba._dispatch import execute
 
     rng = np.random.default_rng(13)
     routes = [ids(rng, (n, 5, 3), np.uint8) for n in (7, 4)]
-    routes[1] = LAYOUTS["layer-major"](rng, 4, 5, 3, np.uint8)
+    routes[1] = LAYOUTS[layout](rng, 4, 5, 3, np.uint8)
     sources = read_sources(routes)
     bounds = np.array([0, 8, 14])
     layers = np.array([4, 1])
