@@ -6,19 +6,9 @@ more than that. Only a row that does not, or of a width that is no whole number 
 
 from __future__ import annotations
 
-from ._kernels import move_piece
-from ._numba import jit, load_int16, load_int32, load_uint8, load_uint32, load_uint64, prange, uint64
+from ._kernels import load_id, move_piece
+from ._numba import jit, load_uint8, load_uint32, load_uint64, prange, uint64
 from ._tally import DUPLICATE, RANGE, REPEATED, ZERO, ZERO_ROW
-
-
-@jit(parallel=False)
-def load_id(address, itemsize):
-    """Return one id of a canonical dtype."""
-    if itemsize == 1:
-        return int(load_uint8(address, 0))
-    if itemsize == 2:
-        return int(load_int16(address, 0))
-    return int(load_int32(address, 0))
 
 
 @jit(parallel=False)
@@ -234,7 +224,7 @@ def audit_parallel(
 @jit(parallel=False)
 def both_piece(
     row, end, span, segment, block, keep, limit, long_run, tallies, zeros, out, mask, dummies, bounds, first, address,
-    rows, itemsizes, strides, missing, layer_of, topk, row_stride, layer_stride,
+    rows, itemsizes, strides, missing, layer_of, topk, row_stride, layer_stride, size,
 ):  # fmt: skip
     """Move and audit destination rows ``[row, end)``, block by block, so that the audit finds its rows in cache."""
     while row < end:
@@ -243,7 +233,7 @@ def both_piece(
             span += 1
         move_piece(
             None, out, mask, row, until, span, dummies, bounds, first, address, rows, itemsizes, strides, missing,
-            layer_of, topk, row_stride, layer_stride,
+            layer_of, topk, row_stride, layer_stride, size,
         )  # fmt: skip
         audit_piece(
             row, until, span, segment, keep, limit, long_run, tallies, zeros, bounds, first, address, rows, itemsizes,
@@ -255,26 +245,26 @@ def both_piece(
 @jit(parallel=False)
 def both_serial(
     pieces, block, keep, limit, long_run, tallies, zeros, out, mask, dummies, bounds, first, address, rows, itemsizes,
-    strides, missing, layer_of, topk, row_stride, layer_stride,
+    strides, missing, layer_of, topk, row_stride, layer_stride, size,
 ):  # fmt: skip
     """Move and audit the pieces one after the other."""
     for piece in range(pieces.shape[0]):
         both_piece(
             pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3], block, keep, limit, long_run,
             tallies, zeros, out, mask, dummies, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
-            topk, row_stride, layer_stride,
+            topk, row_stride, layer_stride, size,
         )  # fmt: skip
 
 
 @jit(parallel=True)
 def both_parallel(
     pieces, block, keep, limit, long_run, tallies, zeros, out, mask, dummies, bounds, first, address, rows, itemsizes,
-    strides, missing, layer_of, topk, row_stride, layer_stride,
+    strides, missing, layer_of, topk, row_stride, layer_stride, size,
 ):  # fmt: skip
     """Move and audit the pieces, each by one thread."""
     for piece in prange(pieces.shape[0]):
         both_piece(
             pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3], block, keep, limit, long_run,
             tallies, zeros, out, mask, dummies, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
-            topk, row_stride, layer_stride,
+            topk, row_stride, layer_stride, size,
         )  # fmt: skip

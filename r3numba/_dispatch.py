@@ -140,9 +140,11 @@ def execute(
 
 
 def move_arguments(plan: Plan, out: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[Any, ...]:
-    """Return what the kernels that move take after their pieces."""
-    dummies = dummy_block(plan.sources.layers, plan.sources.topk, plan.dtype, KERNEL_TEMPLATE_BYTES)
-    return (out, mask, dummies, *source_arguments(plan), plan.row_stride, plan.layer_stride)
+    """Return what the kernels that move take after their pieces: bytes and strides in bytes, whatever the dtype."""
+    size = plan.dtype.itemsize
+    dummies = dummy_block(plan.sources.layers, plan.sources.topk, plan.dtype, KERNEL_TEMPLATE_BYTES).view(np.uint8)
+    strides = (plan.row_stride * size, plan.layer_stride * size, size)
+    return (out.view(np.uint8), mask, dummies, *source_arguments(plan), *strides)
 
 
 def source_arguments(plan: Plan) -> tuple[Any, ...]:
@@ -198,11 +200,9 @@ def streams(nbytes: int, *, fresh: bool, policy: Policy) -> bool:
 
     A forced path other than ``streaming`` has plain stores.
     """
-    if policy.stream_from is None or policy.path not in (None, "streaming") or kernels() is None:
+    if policy.stream_from is None or (policy.path is None and (fresh or nbytes < policy.stream_from)):
         return False
-    if policy.path is None and (fresh or nbytes < policy.stream_from):
-        return False
-    return _has_streaming()
+    return policy.path in (None, "streaming") and kernels() is not None and _has_streaming()
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,8 +1,8 @@
 """The kernels: bare loops over typed arrays that carry out a plan. They allocate nothing and raise nothing.
 
-``out`` is the destination as one flat array; strides of it count elements, strides of a source count bytes. The loops
-trust the plan: all checks were made before (``_sources``, ``_plan``). Each function below has one call site in the one
-above it, because LLVM inlines them all and every further copy costs compile time.
+Destination and sources are addresses, item sizes and strides in bytes, so that one compilation serves every dtype and
+layout. The loops trust the plan: all checks were made before (``_sources``, ``_plan``). Each function below has one
+call site in the one above it, because LLVM inlines them all and every further copy costs compile time.
 
 One walk serves two kinds of store: ``stores`` is None for plain ones, and for those of ``_streaming`` the bytes from
 which a run is streamed. Its *type* decides when the walk is compiled, so that neither kind contains the other. (A
@@ -12,7 +12,20 @@ function as argument would do, but Numba cannot cache that on disk.)
 from __future__ import annotations
 
 from . import _numba as runtime
-from ._numba import address_of, copy_bytes, int32, jit, load_int16, load_int32, load_uint8, prange
+from ._numba import (
+    address_of,
+    copy_bytes,
+    int64,
+    jit,
+    load_int16,
+    load_int32,
+    load_uint8,
+    prange,
+    store_int16,
+    store_int32,
+    store_int64,
+    store_uint8,
+)
 
 #: A run of at most so many words of 8 bytes is written word by word: a call of memcpy takes longer.
 SHORT_WORDS = 8
@@ -21,80 +34,108 @@ BLOCK_ROWS = 32
 
 
 @jit(parallel=False)
-def plain_run(out, start, address, itemsize, count):
-    """Write ``count`` consecutive ids from ``address``, widened to the type of ``out``."""
-    if itemsize == out.itemsize:
-        copy_bytes(address_of(out) + start * itemsize, address, count * itemsize)
-        return
-    target = out[start : start + count]  # a slice has no negative index to wrap, so that the loops vectorise
-    if itemsize == 1:
-        for k in range(count):
-            target[k] = load_uint8(address, k)
+def plain_run(target, size, address, itemsize, count):
+    """Write ``count`` consecutive ids of ``itemsize`` bytes at ``address`` to ``target``, widened to ``size`` bytes."""
+    if itemsize == size:
+        copy_bytes(target, address, count * size)
+    elif itemsize == 1:
+        if size == 2:
+            for k in range(count):
+                store_int16(target, k, load_uint8(address, k))
+        elif size == 4:
+            for k in range(count):
+                store_int32(target, k, load_uint8(address, k))
+        else:
+            for k in range(count):
+                store_int64(target, k, load_uint8(address, k))
     elif itemsize == 2:
-        for k in range(count):
-            target[k] = load_int16(address, k)
+        if size == 4:
+            for k in range(count):
+                store_int32(target, k, load_int16(address, k))
+        else:
+            for k in range(count):
+                store_int64(target, k, load_int16(address, k))
     else:
         for k in range(count):
-            target[k] = load_int32(address, k)
+            store_int64(target, k, load_int32(address, k))
 
 
-def store_run(stores, out, start, address, itemsize, count):
+def store_run(stores, target, size, address, itemsize, count):
     """Write a run with the stores that the type of ``stores`` names; as plain Python, with plain ones."""
-    plain_run(out, start, address, itemsize, count)
+    plain_run(target, size, address, itemsize, count)
 
 
 @runtime.choose_when_compiled(store_run)
-def _choose_stores(stores, out, start, address, itemsize, count):
+def _choose_stores(stores, target, size, address, itemsize, count):
     if runtime.is_none(stores):
-        return lambda stores, out, start, address, itemsize, count: plain_run(out, start, address, itemsize, count)
+        return lambda stores, target, size, address, itemsize, count: plain_run(target, size, address, itemsize, count)
     from ._streaming import stream_run
 
-    return lambda stores, out, start, address, itemsize, count: stream_run(stores, out, start, address, itemsize, count)
+    def plain_or_streamed(stores, target, size, address, itemsize, count):
+        if count * size < stores:
+            plain_run(target, size, address, itemsize, count)
+        else:
+            stream_run(target, size, address, itemsize, count)
+
+    return plain_or_streamed
+
+
+@jit(parallel=False)
+def move_words(target, end, address, by_row, by_layer, layer_of, words, row_stride, layer_stride):
+    """Write ``end`` rows of layers that are so many words of 8 bytes each: too short for a call of memcpy."""
+    for row in range(end):
+        for layer in range(layer_of.size):
+            source = address + row * by_row + layer_of[layer] * by_layer
+            start = target + row * row_stride + layer * layer_stride
+            for word in range(words):
+                copy_bytes(start + word * 8, source + word * 8, 8)
+
+
+@jit(parallel=False)
+def move_ids(target, size, end, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride):
+    """Write ``end`` rows id by id, place by place over a block of rows that the first-level cache holds."""
+    for first in range(0, end, BLOCK_ROWS):
+        for layer in range(layer_of.size):
+            for k in range(topk):
+                source = address + layer_of[layer] * by_layer + k * by_id
+                start = target + layer * layer_stride + k * size
+                for row in range(first, min(end, first + BLOCK_ROWS)):
+                    value = load_id(source + row * by_row, itemsize)
+                    store_id(start + row * row_stride, size, value)
 
 
 @jit(parallel=False)
 def load_id(address, itemsize):
-    """Return the id at ``address``, of an itemsize that names its canonical dtype."""
+    """Return the id at ``address``, of an item size that names its canonical dtype."""
     if itemsize == 1:
-        return int32(load_uint8(address, 0))
+        return int64(load_uint8(address, 0))
     if itemsize == 2:
-        return int32(load_int16(address, 0))
-    return load_int32(address, 0)
+        return int64(load_int16(address, 0))
+    return int64(load_int32(address, 0))
 
 
 @jit(parallel=False)
-def move_words(out, row, end, address, itemsize, by_row, by_layer, layer_of, words, row_stride, layer_stride):
-    """Write rows ``[row, end)`` of layers that are so many words of 8 bytes each: too short for a call of memcpy."""
-    for current in range(end - row):
-        for layer in range(layer_of.size):
-            source = address + current * by_row + layer_of[layer] * by_layer
-            target = address_of(out) + ((row + current) * row_stride + layer * layer_stride) * itemsize
-            for word in range(words):
-                copy_bytes(target + word * 8, source + word * 8, 8)
-
-
-@jit(parallel=False)
-def move_ids(out, row, end, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride):
-    """Write rows ``[row, end)`` id by id, place by place over a block of rows that the first-level cache holds."""
-    for first in range(row, end, BLOCK_ROWS):
-        count = min(BLOCK_ROWS, end - first)
-        for layer in range(layer_of.size):
-            for k in range(topk):
-                source = address + (first - row) * by_row + layer_of[layer] * by_layer + k * by_id
-                start = first * row_stride + layer * layer_stride + k
-                for current in range(count):
-                    out[start + current * row_stride] = load_id(source + current * by_row, itemsize)
+def store_id(target, size, value):
+    """Write one id of ``size`` bytes."""
+    if size == 1:
+        store_uint8(target, 0, value)
+    elif size == 2:
+        store_int16(target, 0, value)
+    elif size == 4:
+        store_int32(target, 0, value)
+    else:
+        store_int64(target, 0, value)
 
 
 @jit(parallel=False)
 def move_rows(
-    stores, out, row, end, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride,
+    stores, target, size, rows, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride,
 ):  # fmt: skip
-    """Write rows ``[row, end)`` from the source rows that begin at ``address``, in the longest runs that there are."""
-    rows = end - row
+    """Write ``rows`` rows to ``target`` from those that begin at ``address``, in the longest runs that there are."""
     layers = layer_of.size
     length = topk
-    whole = by_id == itemsize and by_layer == topk * itemsize and layer_stride == topk and row_stride == layers * topk
+    whole = by_id == itemsize and by_layer == topk * itemsize
+    whole = whole and layer_stride == topk * size and row_stride == layers * topk * size
     for layer in range(layers):
         whole = whole and layer_of[layer] == layer_of[0] + layer
     if whole:  # a row's layers are one run
@@ -105,25 +146,29 @@ def move_rows(
             rows = 1
     words = length * itemsize // 8
     if by_id != itemsize:
-        move_ids(out, row, end, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride)
-        return
-    if not whole and itemsize == out.itemsize and words <= SHORT_WORDS and words * 8 == length * itemsize:
-        move_words(out, row, end, address, itemsize, by_row, by_layer, layer_of, words, row_stride, layer_stride)
-        return
-    for current in range(rows):
-        for layer in range(layers):
-            source = address + current * by_row + layer_of[layer] * by_layer
-            store_run(stores, out, (row + current) * row_stride + layer * layer_stride, source, itemsize, length)
+        move_ids(
+            target, size, rows, address, itemsize, by_row, by_layer, by_id, layer_of, topk, row_stride, layer_stride,
+        )  # fmt: skip
+    elif not whole and itemsize == size and words <= SHORT_WORDS and words * 8 == length * itemsize:
+        move_words(target, rows, address, by_row, by_layer, layer_of, words, row_stride, layer_stride)
+    else:
+        for row in range(rows):
+            for layer in range(layers):
+                store_run(
+                    stores, target + row * row_stride + layer * layer_stride, size,
+                    address + row * by_row + layer_of[layer] * by_layer, itemsize, length,
+                )  # fmt: skip
 
 
 @jit(parallel=False)
 def move_piece(
     stores, out, mask, row, end, span, dummies, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
-    topk, row_stride, layer_stride,
+    topk, row_stride, layer_stride, size,
 ):  # fmt: skip
     """Write destination rows ``[row, end)`` and their padding mask, run by run; ``row`` lies in ``span``.
 
-    ``dummies`` are rows of the template, ``[n, layers, topk]`` with all layers of a source, in the type of ``out``.
+    ``out`` is the destination as bytes, its ids ``size`` bytes each; ``dummies`` are rows of the template in the same
+    type, ``[n, layers, bytes]`` with all layers of a source.
     """
     block, layers, _ = dummies.shape
     while row < end:
@@ -142,11 +187,11 @@ def move_piece(
                 until = row + 1
                 while until < stop and (load_uint8(missing[span], token + until - row) != 0) == dummy:
                     until += 1
-        itemsize = int(itemsizes[span])
+        itemsize = int64(itemsizes[span])
         source = address[span]
         if dummy:  # the template is a source like any other: as many rows as it has
             until = min(until, row + block)
-            itemsize = out.itemsize
+            itemsize = size
             source = address_of(dummies)
             token = 0
         by_id = itemsize
@@ -157,8 +202,8 @@ def move_piece(
         for current in range(row, until):
             mask[current] = dummy
         move_rows(
-            stores, out, row, until, source + token * by_row, itemsize, by_row, by_layer, by_id, layer_of, topk,
-            row_stride, layer_stride,
+            stores, address_of(out) + row * row_stride, size, until - row, source + token * by_row, itemsize, by_row,
+            by_layer, by_id, layer_of, topk, row_stride, layer_stride,
         )  # fmt: skip
         row = until
 

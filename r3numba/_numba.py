@@ -23,8 +23,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 __all__ = [
-    "address_of", "copy_bytes", "int32", "jit", "load_int16", "load_int32", "load_uint8", "load_uint32", "load_uint64",
-    "prange", "uint64",
+    "address_of", "copy_bytes", "int64", "jit", "load_int16", "load_int32", "load_uint8", "load_uint32", "load_uint64",
+    "prange", "store_int16", "store_int32", "store_int64", "store_uint8", "uint64",
 ]  # fmt: skip
 
 #: NUMBA_DISABLE_JIT=1 runs the kernels as plain Python: for debuggers, coverage and bounds checks.
@@ -79,6 +79,22 @@ def _load(numba_type: Any, bits: int) -> Any:
     return load
 
 
+def _store(bits: int) -> Any:
+    @intrinsic
+    def store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            base = builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer())
+            whole = context.cast(
+                builder, arguments[2], value, types.int64
+            )  # LLVM narrows it again where that is enough
+            builder.store(builder.trunc(whole, ir.IntType(bits)) if bits < 64 else whole,
+                          builder.gep(base, [arguments[1]]), align=1)  # fmt: skip
+
+        return types.void(types.int64, types.int64, value), generate
+
+    return store
+
+
 @intrinsic
 def _copy_bytes(typing_context: Any, destination: Any, source: Any, count: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -102,6 +118,15 @@ def _python_load(c_type: Any) -> Callable[[int, int], int]:
     return lambda address, index: int(c_type.from_address(int(address) + int(index) * size).value)
 
 
+def _python_store(c_type: Any) -> Callable[[int, int, int], None]:
+    size = ctypes.sizeof(c_type)
+
+    def store(address: int, index: int, value: int) -> None:
+        c_type.from_address(int(address) + int(index) * size).value = int(value)
+
+    return store
+
+
 def _python_copy(destination: int, source: int, count: int) -> None:
     ctypes.memmove(int(destination), int(source), int(count))
 
@@ -112,7 +137,11 @@ if JIT_DISABLED:
     load_int32: Any = _python_load(ctypes.c_int32)
     load_uint32: Any = _python_load(ctypes.c_uint32)
     load_uint64: Any = lambda address, index: np.uint64(_python_load(ctypes.c_uint64)(address, index))  # noqa: E731
-    int32: Any = np.int32
+    store_uint8: Any = _python_store(ctypes.c_uint8)
+    store_int16: Any = _python_store(ctypes.c_int16)
+    store_int32: Any = _python_store(ctypes.c_int32)
+    store_int64: Any = _python_store(ctypes.c_int64)
+    int64: Any = int
     uint64: Any = np.uint64
     copy_bytes: Any = _python_copy
     address_of: Any = lambda array: array.ctypes.data  # noqa: E731  (a def would need the annotation twice)
@@ -122,7 +151,11 @@ else:
     load_int32 = _load(types.int32, 32)
     load_uint32 = _load(types.uint32, 32)
     load_uint64 = _load(types.uint64, 64)
-    int32 = numba.int32
+    store_uint8 = _store(8)
+    store_int16 = _store(16)
+    store_int32 = _store(32)
+    store_int64 = _store(64)
+    int64 = numba.int64
     uint64 = numba.uint64
     copy_bytes = _copy_bytes
     address_of = _address_of

@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ._kernels import move_piece, plain_run
-from ._numba import JIT_DISABLED, address_of, jit
+from ._numba import JIT_DISABLED, jit
 
 if JIT_DISABLED or platform.machine().lower() not in ("x86_64", "amd64"):
     raise ImportError("streaming stores are for compiled kernels on x86-64: nothing else was measured")
@@ -30,36 +30,34 @@ if JIT_DISABLED or platform.machine().lower() not in ("x86_64", "amd64"):
 LINE = 64
 
 
-def _line_from(bits, signed):
-    """Return the intrinsic that streams one line of ``out`` from ids of ``bits`` bits."""
+def _line(from_bits, to_bits, signed):
+    """Return the intrinsic that streams one line of ids of ``to_bits`` bits, read from ids of ``from_bits`` bits."""
 
     @intrinsic
-    def stream_line(typing_context, out, target, source):
+    def stream_line(typing_context, target, source):
         def generate(context, builder, signature, arguments):
-            width = context.get_value_type(out.dtype).width  # bits of one id in the destination
-            if width < bits:
-                return  # a plan never narrows: the branch is dead, but it has to compile
-            ids = 8 * LINE // width  # as many as make one line
-            read = ir.VectorType(ir.IntType(bits), ids)
-            written = ir.VectorType(ir.IntType(width), ids)
+            ids = 8 * LINE // to_bits  # as many as make one line
+            read = ir.VectorType(ir.IntType(from_bits), ids)
+            written = ir.VectorType(ir.IntType(to_bits), ids)
             # Load them at once from any address: a payload that was decoded in place begins at any byte.
-            value = builder.load(builder.inttoptr(arguments[2], read.as_pointer()))
+            value = builder.load(builder.inttoptr(arguments[1], read.as_pointer()))
             value.align = 1
-            if width > bits:  # widen in registers; uint8 has no sign to keep
+            if to_bits > from_bits:  # widen in registers; uint8 has no sign to keep
                 value = (builder.sext if signed else builder.zext)(value, written)
             # One store of the whole line. Its address is a multiple of 64, which the caller sees to.
-            store = builder.store(value, builder.inttoptr(arguments[1], written.as_pointer()), align=LINE)
+            store = builder.store(value, builder.inttoptr(arguments[0], written.as_pointer()), align=LINE)
             # LLVM's mark for "will not be read soon"; with it, and with the alignment, x86 gets MOVNT instructions.
             store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
-        return types.void(out, types.int64, types.int64), generate
+        return types.void(types.int64, types.int64), generate
 
     return stream_line
 
 
-_line_from_uint8 = _line_from(8, signed=False)
-_line_from_int16 = _line_from(16, signed=True)
-_line_from_int32 = _line_from(32, signed=True)
+_copy_line = _line(8, 8, signed=False)
+_uint8_to_int16 = _line(8, 16, signed=False)
+_uint8_to_int32 = _line(8, 32, signed=False)
+_int16_to_int32 = _line(16, 32, signed=True)
 
 
 @intrinsic
@@ -95,36 +93,40 @@ AHEAD = 2048
 
 
 @jit(parallel=False)
-def stream_run(shortest, out, start, address, itemsize, count):
+def stream_run(target, size, address, itemsize, count):
     """Write what ``plain_run`` writes: whole lines streamed, the ends before and after them with plain stores.
 
-    A run of less than ``shortest`` bytes gets plain stores only.
+    Ids of 8 bytes, which no layout has yet, get plain stores only.
     """
-    size = out.itemsize
-    if count * size < shortest:
-        plain_run(out, start, address, itemsize, count)
-        return
     a_line = LINE // size  # ids
-    head = min(count, (-(address_of(out) + start * size) & (LINE - 1)) // size)
+    head = min(count, (-target & (LINE - 1)) // size) if size <= 4 else count
     lines = (count - head) // a_line
-    target = address_of(out) + (start + head) * size
     source = address + head * itemsize
-    step = a_line * itemsize
-    if itemsize == 1:
-        for line in range(lines):
-            _prefetch(source + line * step + AHEAD)
-            _line_from_uint8(out, target + line * LINE, source + line * step)
-    elif itemsize == 2:
-        for line in range(lines):
-            _prefetch(source + line * step + AHEAD)
-            _line_from_int16(out, target + line * LINE, source + line * step)
+    start = target + head * size
+    end = start + lines * LINE
+    if itemsize == size:
+        for line in range(start, end, LINE):
+            _prefetch(source + AHEAD)
+            _copy_line(line, source)
+            source += LINE
+    elif size == 2:
+        for line in range(start, end, LINE):
+            _prefetch(source + AHEAD)
+            _uint8_to_int16(line, source)
+            source += LINE // 2
+    elif itemsize == 1:
+        for line in range(start, end, LINE):
+            _prefetch(source + AHEAD)
+            _uint8_to_int32(line, source)
+            source += LINE // 4
     else:
-        for line in range(lines):
-            _prefetch(source + line * step + AHEAD)
-            _line_from_int32(out, target + line * LINE, source + line * step)
+        for line in range(start, end, LINE):
+            _prefetch(source + AHEAD)
+            _int16_to_int32(line, source)
+            source += LINE // 2
     tail = head + lines * a_line
-    for first, end in ((0, head), (tail, count)):
-        plain_run(out, start + first, address + first * itemsize, itemsize, end - first)
+    for first, stop in ((0, head), (tail, count)):
+        plain_run(target + first * size, size, address + first * itemsize, itemsize, stop - first)
 
 
 @jit(parallel=False)
@@ -132,22 +134,22 @@ def stream_serial(pieces, shortest, out, mask, *table):
     """Do what ``move_serial`` does, with streaming stores from runs of ``shortest`` bytes on; every thread sees it.
 
     It has no prange form: more threads run it over our own pool, which is as fast (0.4 GB, two threads, plain stores:
-    29 ms, prange 30) and starts no layer, and compiling another form of it for each dtype would take 1.5 s.
+    29 ms, prange 30) and starts no layer.
     """
     for piece in range(pieces.shape[0]):
         move_piece(shortest, out, mask, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], *table)
     fence()
 
 
-def _probe(out, source):
-    _line_from_uint8(out, address_of(out), source)
+def _probe(target, source):
+    _copy_line(target, source)
     fence()
 
 
 def _refuse_without_stores() -> None:
     """Raise ImportError unless this processor and this LLVM turn the marks above into streaming stores and a fence."""
     probe = numba.njit(_probe)  # never cached: its assembly is what is looked at
-    probe.compile("void(uint8[::1], int64)")
+    probe.compile("void(int64, int64)")
     (code,) = probe.inspect_asm().values()
     if "movnt" not in code or "sfence" not in code:
         raise ImportError("the compiler makes no streaming stores here")

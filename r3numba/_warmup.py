@@ -41,8 +41,7 @@ def warmup() -> None:
     paths: tuple[PathName, ...] = ("serial", "parallel")
     for path in paths:
         policy = replace(DEFAULT_POLICY, path=path)
-        for dtype in CANONICAL:
-            collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], dtype=dtype, _policy=policy)
+        collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], _policy=policy)  # one compilation serves every dtype
         for captured in _CAPTURED:  # without a copy only the scan runs
             with contextlib.suppress(ValueError):
                 compact_routes(np.zeros((1, 1, 1), captured), copy=False, _policy=policy)
@@ -52,5 +51,4 @@ def warmup() -> None:
                 compact_routes(np.full((1, 1, 1), np.iinfo(dtype).max >> 1, captured), _policy=DEFAULT_POLICY)
     policy = replace(policy_from_environment(), path="streaming")
     if streams(0, fresh=False, policy=policy):
-        for dtype in CANONICAL:
-            collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], dtype=dtype, _policy=policy)
+        collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], _policy=policy)

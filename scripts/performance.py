@@ -28,7 +28,7 @@ from r3numba._numba import address_of as address_of_array
 from r3numba._numba import copy_bytes, jit
 from r3numba._plan import address_of
 from r3numba._policy import DEFAULT_POLICY, Policy
-from r3numba._streaming import _line_from_uint8, _prefetch, fence
+from r3numba._streaming import _copy_line, _prefetch, fence
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -73,7 +73,7 @@ def streams(count: int, width: int, ahead: int) -> Callable[[Any, int, int], Non
                     place = begin + stream * width + k
                     if ahead:
                         _prefetch(source + place + ahead)
-                    _line_from_uint8(out, target + place, source + place)
+                    _copy_line(target + place, source + place)
         fence()
 
     return copy

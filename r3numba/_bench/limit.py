@@ -66,15 +66,14 @@ def _streams_move() -> Move:
     stream_run, fence, fill = _streaming.stream_run, _streaming.fence, _TEMPLATE_BYTES
 
     @_numba.jit(parallel=False)
-    def walk(out: Any, source: int, copied: int, pattern: int) -> None:
-        stream_run(1, out, 0, source, 1, copied)
-        for begin in range(copied, out.size, fill):
-            stream_run(1, out, begin, pattern, 1, min(fill, out.size - begin))
+    def walk(destination: int, source: int, copied: int, filled: int, pattern: int) -> None:
+        stream_run(destination, 1, source, 1, copied)
+        for begin in range(0, filled, fill):
+            stream_run(destination + copied + begin, 1, pattern, 1, min(fill, filled - begin))
         fence()
 
     def move(destination: int, source: int, copied: int, filled: int) -> None:
-        memory: Any = (ctypes.c_uint8 * (copied + filled)).from_address(destination)
-        walk(np.frombuffer(memory, np.uint8), source, copied, address_of(template))
+        walk(destination, source, copied, filled, address_of(template))
 
     return move
 
