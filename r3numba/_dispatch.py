@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from . import _slices
 from ._checks import integer
-from ._plan import KERNEL_TEMPLATE_BYTES, Plan, cut_pieces, dummy_block
+from ._plan import Plan, cut_pieces, dummy_bytes
 from ._policy import DEFAULT_POLICY, PathName, Policy
 from .topology import (
     MAX_THREADS_VARIABLE,
@@ -142,7 +142,7 @@ def execute(
 def move_arguments(plan: Plan, out: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[Any, ...]:
     """Return what the kernels that move take after their pieces: bytes and strides in bytes, whatever the dtype."""
     size = plan.dtype.itemsize
-    dummies = dummy_block(plan.sources.layers, plan.sources.topk, plan.dtype, KERNEL_TEMPLATE_BYTES).view(np.uint8)
+    dummies = dummy_bytes(plan.sources.layers, plan.sources.topk, plan.dtype)
     strides = (plan.row_stride * size, plan.layer_stride * size, size)
     return (out.view(np.uint8), mask, dummies, *source_arguments(plan), *strides)
 

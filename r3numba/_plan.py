@@ -93,6 +93,12 @@ def dummy_block(layers: int, topk: int, dtype: np.dtype[Any], nbytes: int) -> ND
     return block
 
 
+@functools.lru_cache(maxsize=4)
+def dummy_bytes(layers: int, topk: int, dtype: np.dtype[Any]) -> NDArray[np.uint8]:
+    """Return the template of the kernels' fills as bytes: read-only ``[n, layers, topk * itemsize]``."""
+    return dummy_block(layers, topk, dtype, KERNEL_TEMPLATE_BYTES).view(np.uint8)
+
+
 def row_major(
     sources: Sources,
     bounds: NDArray[np.int64],

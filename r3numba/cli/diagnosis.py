@@ -60,7 +60,6 @@ _PATH_WHY: Final = {
     "parallel": "More than one thread pays: the prange kernel runs on Numba's pool",
     "pool": "More than one thread pays, and Numba's pool is not safe here: the serial kernel runs on our own pool",
     "slices": "No Numba serves here: NumPy slices do the same",
-    "streaming": "A forced path",
 }
 
 
