@@ -422,6 +422,6 @@ def test_asv_runs_every_benchmark_once(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failed" not in done.stdout, done.stdout
     names = set(re.findall(r"^\[.*?%\] ··· ([\w.]+\.\w+) ", done.stdout, flags=re.MULTILINE))
-    assert len(names) == 15, done.stdout
+    assert len(names) == 16, done.stdout
     assert {name.rpartition(".")[2].partition("_")[0] for name in names} == {"time", "timeraw", "track", "peakmem"}
     assert "n/a" not in done.stdout, done.stdout
