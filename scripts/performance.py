@@ -257,18 +257,19 @@ def recycling() -> Iterator[str]:
     rows = []
     for name, draw in spreads.items():
         for held in (1, 2):
-            chance, memory, live = random.Random(7), RecycledMemory(None), []
+            chance, memory, live, sizes = random.Random(7), RecycledMemory(None), [], []
             fresh_count, most = 0, 0.0
             for _ in range(500):
                 size = draw(chance)
+                sizes.append(size * 9)  # indices and mask
                 indices, _, fresh = memory.empty((size, 1, 8), np.dtype(np.uint8), (size,), DEFAULT_POLICY)
                 live.append(indices)
                 del live[:-held], indices
                 fresh_count += fresh
-                needed = sum(array.nbytes for array in live)
-                most = max(most, (memory.idle_bytes + needed) / needed)
+                most = max(most, memory.idle_bytes / max(sizes[-16:]))
             rows.append((name, str(held), str(fresh_count), f"{most:.1f}"))
-    yield from table(("sizes of 500 steps", "batches held", "fresh buffers", "most held / live bytes"), rows)
+    columns = ("sizes of 500 steps", "batches held", "fresh buffers", "most that was idle, in largest batches of 16")
+    yield from table(columns, rows)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -338,9 +339,9 @@ A short run loses its stream at both ends, so runs below 16 KiB get plain stores
 
 {strided}
 Runs of whole 8-byte words are copied word by word, as a call of memcpy for each took 2.5 to 5 times as long; ids that
-lie apart are moved place by place over a block of 32 rows. NumPy's assignment is faster where it can merge axes (every
-second id) and where it widens short runs. Such views are rare, and one walk for all of them is worth more than a second
-executor; `np.ascontiguousarray` before the call is the way out.
+lie apart are moved place by place over a block of 32 rows. NumPy's assignment is faster where ids lie apart and it can
+merge axes (every second id) or reorder them (id-major). Such views are rare, and one walk for all of them is worth more
+than a second executor; `np.ascontiguousarray` before the call is the way out.
 
 ## Buffers that a loop keeps
 
