@@ -21,8 +21,8 @@ from .topology import cgroup_memory_available
 
 #: Indices and mask of a batch share one recycled buffer; the mask starts on a cache line of its own.
 _LINE = 64
-#: A buffer is kept for this many calls without a use for it, and while it is at most ``_OVERSIZE`` times the largest
-#: batch of as many calls: one long batch, or one evaluation that holds many, leaves nothing behind for good.
+#: A buffer is kept for this many calls without a use for it, and taken back while it is at most ``_OVERSIZE`` times the
+#: largest batch of as many calls: one long batch, or one evaluation that holds many, leaves nothing behind for good.
 _IDLE_CALLS = 16
 _OVERSIZE = 2
 _ADDRESSABLE = 1 << 62  # no address space is larger, and a plan's int64 arithmetic holds below it
@@ -142,11 +142,10 @@ class RecycledMemory:
             self._recent.append(needed)
             fitting = [buffer for buffer, _ in reversed(self._idle) if buffer.nbytes >= needed]
             best = min(fitting, key=lambda buffer: buffer.nbytes, default=None)
-            most = _OVERSIZE * max(self._recent)
             self._idle = [
                 (buffer, since)
                 for buffer, since in self._idle
-                if buffer is not best and buffer.nbytes <= most and self._calls - since <= _IDLE_CALLS
+                if buffer is not best and self._calls - since <= _IDLE_CALLS
             ]
             return best
 

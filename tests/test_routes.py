@@ -250,6 +250,28 @@ def test_tensors_as_arrays(compact, payload, copy, transposed):
         assert (result.data_ptr() == tensor.data_ptr()) == np.shares_memory(expected, routes)
 
 
+@pytest.mark.parametrize("path", paths.scanning())
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int32", "uint32", "int16"])
+def test_the_first_ids_may_suggest_a_dtype_that_the_last_one_refutes(path, dtype):
+    """One pass narrows to what the first 4096 ids need; another is made where a later id needs more."""
+    for last in (255, 256, 2**15 - 1, 2**15, 2**31 - 1):
+        if last > np.iinfo(dtype).max:
+            continue
+        for rows in (600, 2_000):  # the sample is the whole, or its beginning
+            routes = np.arange(rows * 8, dtype=np.int64).reshape(rows, 2, 4) % 200
+            routes[-1, -1, -1] = last
+            result = compact_routes(routes.astype(dtype), _policy=forced(path))
+            assert result.dtype == (np.uint8 if last < 256 else np.int16 if last < 2**15 else np.int32)
+            assert np.array_equal(result, routes)
+            missing = routes.copy()
+            missing[3] = -1
+            if dtype.startswith("int"):
+                result, absent = compact_routes(missing.astype(dtype), missing="mask", _policy=forced(path))
+                assert absent.tolist() == [row == 3 for row in range(rows)]
+                assert (result[3] == np.arange(4)).all()
+                assert np.array_equal(result[4:], routes[4:])
+
+
 # ---- cases and refusals ----------------------------------------------------------------------------------------------
 
 
