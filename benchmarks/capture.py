@@ -33,6 +33,8 @@ class Capture:
     result = None
 
     def setup(self, name):
+        if name not in arms():
+            raise NotImplementedError("an earlier commit")
         self.run = arms()[name].run
 
     def teardown(self, name):

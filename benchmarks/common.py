@@ -49,8 +49,9 @@ def tiny_workbench(name):
 
 
 def arm(name):
-    """Return an arm that can run here."""
-    found = bench_module("arms").available([name])
+    """Return an arm that can run here, at a commit that has it."""
+    module = bench_module("arms")
+    found = module.available([name]) if name in module.ARMS else []
     if not found:
         raise NotImplementedError(f"{name} needs what is not installed here")
     return found[0]
