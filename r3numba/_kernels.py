@@ -1,8 +1,8 @@
 """The kernels: bare loops over typed arrays that carry out a plan. They allocate nothing and raise nothing.
 
 Destination and sources are addresses, item sizes and strides in bytes, so that one compilation serves every dtype and
-layout. The loops trust the plan: all checks were made before (``_sources``, ``_plan``). Each function below has one
-call site in the one above it, because LLVM inlines them all and every further copy costs compile time.
+layout. The loops trust the plan: all checks were made before (``_sources``, ``_plan``). With plain stores each function
+has one call site, because LLVM inlines them all and every further copy costs compile time.
 
 One walk serves two kinds of store: ``stores`` is None for plain ones, and for those of ``_streaming`` the bytes from
 which a run is streamed. Its *type* decides when the walk is compiled, so that neither kind contains the other. (A

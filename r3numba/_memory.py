@@ -83,8 +83,8 @@ class _Owner:
 class RecycledMemory:
     """Lends buffers and takes each back after everything that shares its memory is gone. Thread-safe.
 
-    A new buffer has the size of its batch, no more: sizes drawn from any one distribution set a new record about
-    ``log n`` times in n calls, and only a record needs new pages. Buffers without use are freed, see ``_IDLE_CALLS``.
+    A new buffer has the size of its batch, no more, and those without use are freed (``_IDLE_CALLS``): skewed sizes pay
+    for a new one now and then, about one call in eight at the widest spread that docs/performance.md counts.
 
     Parameters
     ----------

@@ -34,9 +34,14 @@ def numba_imports():
     return True
 
 
+def jit_runs():
+    """Say whether kernels would be compiled here: as plain Python a megabyte takes a second."""
+    return os.environ.get("NUMBA_DISABLE_JIT", "") in ("", "0")
+
+
 def compiled():
-    """Say whether kernels are compiled here, and not run as plain Python."""
-    return available() != ("slices",) and os.environ.get("NUMBA_DISABLE_JIT", "") in ("", "0")
+    """Say whether there are kernels here, and compiled ones."""
+    return available() != ("slices",) and jit_runs()
 
 
 def forced(path, **changes):

@@ -9,11 +9,11 @@ import tracemalloc
 import numpy as np
 import pytest
 from paths import available as available_paths
-from paths import forced
+from paths import forced, jit_runs
 
 from r3numba import RouteCollator, collate_routes, pack_routes
 
-__all__ = ["available_paths", "forced"]  # and everything below
+__all__ = ["available_paths", "forced", "jit_runs"]  # and everything below
 
 DTYPES = (np.uint8, np.int16, np.int32)
 #: One id past what the next narrower dtype holds, so that a wrapped id cannot pass for the right one.
@@ -23,11 +23,6 @@ LARGEST = {np.uint8: 255, np.int16: 2**15 - 1, np.int32: 2**31 - 1}
 def examples(count):
     """Return how many examples a property gets: ``make explore`` draws more of them, and others each time."""
     return count * int(os.environ.get("R3NUMBA_EXPLORE", "1"))
-
-
-def jit_runs():
-    """Say whether kernels are compiled here: as plain Python a megabyte takes a second."""
-    return os.environ.get("NUMBA_DISABLE_JIT", "") in ("", "0")
 
 
 def most_threads(path, threads):

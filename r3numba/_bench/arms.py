@@ -93,13 +93,17 @@ class Workbench:
         """Return the rectangle in a wider dtype, by NumPy's assignment into a buffer that is used again."""
         if self._wide is None or self._wide.dtype != dtype:
             self._wide = np.empty(self.batch.result_shape, dtype)
+        return self.slices_into(self._wide)
+
+    def slices_into(self, out: NDArray[Any]) -> NDArray[Any]:
+        """Write the rectangle to ``out`` in three slice assignments a trajectory; a dummy block lies ready."""
         block = self.dummy_block
         for index, (part, begin) in enumerate(zip(self.batch.routes, self.begins, strict=True)):
             end = begin + len(part)
-            self._wide[index, :begin] = block[:begin]
-            self._wide[index, begin:end] = part
-            self._wide[index, end:] = block[: self.batch.width - end]
-        return self._wide
+            out[index, :begin] = block[:begin]
+            out[index, begin:end] = part
+            out[index, end:] = block[: self.batch.width - end]
+        return out
 
 
 _PLAIN: Final = replace(DEFAULT_POLICY, stream_from=None)
@@ -138,16 +142,8 @@ def _single_write_pool(work: Workbench, out: Any) -> Any:
 
 
 def _bare_slices(work: Workbench) -> NDArray[Any]:
-    """Three slice assignments a trajectory and nothing else: no check, no mask, a dummy block that lies ready."""
-    batch = work.batch
-    out = np.empty(batch.result_shape, batch.shape.dtype)
-    block = work.dummy_block
-    for index, (part, begin) in enumerate(zip(batch.routes, work.begins, strict=True)):
-        end = begin + len(part)
-        out[index, :begin] = block[:begin]
-        out[index, begin:end] = part
-        out[index, end:] = block[: batch.width - end]
-    return out
+    """Write fresh memory in slice assignments and do nothing else: no check, no mask."""
+    return work.slices_into(np.empty(work.batch.result_shape, work.batch.shape.dtype))
 
 
 @dataclass(frozen=True, slots=True)
