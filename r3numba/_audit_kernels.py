@@ -1,39 +1,19 @@
 """The audit's kernels: ids out of range, duplicates, zeros and repeated rows, counted while the rows lie in cache.
 
-One pass, no allocation. Ids are tested as lanes of 64-bit words, all pairs of them at once; a row that passes costs no
-more than that. Only a row that does not, or of a width that is no whole number of half words, is looked at id by id.
+One pass, no allocation. A run that ``_lines`` lets pass costs no more than that. What does not pass, and layers of
+other shapes, are looked at row by row: by line again, or as lanes of 64-bit words, all pairs of them at once; and only
+a row that fails there too, or of a width that is no whole number of half words, id by id.
 """
 
 from __future__ import annotations
 
 from ._kernels import load_id, move_piece
-from ._numba import jit, load_uint8, load_uint32, load_uint64, prange, uint64
-from ._tally import DUPLICATE, RANGE, REPEATED, ZERO, ZERO_ROW
+from ._lines import finish, passes, same_row
+from ._numba import address_of, int64, jit, load_uint8, load_uint32, load_uint64, uint64
+from ._tally import DUPLICATE, PASSED, RANGE, REPEATED, ZERO, ZERO_ROW
 
-
-@jit(parallel=False)
-def suspicious_words(address, keep, limit):
-    """Say whether a row of layers of eight uint8 ids, one word each, may hold a duplicate or an id from ``limit`` on.
-
-    Byte against byte: a word xor itself rotated by 1 to 4 bytes has a zero byte exactly where two ids are equal, and
-    ``(x - 0x01..) & ~x & 0x80..`` is not zero exactly if x has a zero byte. For the limit, the lower seven bits carry
-    into the eighth when they reach it. There is no branch in the loop, so that several layers go through at once.
-    """
-    ones = uint64(0x0101010101010101)
-    high = uint64(0x8080808080808080)
-    small = limit <= 128
-    carry = uint64((128 if small else 256) - limit) * ones
-    found = uint64(0)
-    for layer in range(keep.size):
-        word = load_uint64(address, layer)
-        wrong = uint64(0)
-        for shift in (8, 16, 24, 32):
-            x = word ^ ((word << uint64(shift)) | (word >> uint64(64 - shift)))
-            wrong |= (x - ones) & ~x
-        reached = (word & ~high) + carry
-        wrong |= (word | reached) if small else (word & reached)
-        found |= wrong & keep[layer]
-    return (found & high) != 0
+#: Rows of a run that is looked at without a move. A run that does not pass is looked at row by row.
+RUN_ROWS = 64
 
 
 @jit(parallel=False)
@@ -47,7 +27,11 @@ def load_lanes(address, index, words):
 
 @jit(parallel=False)
 def suspicious_lanes(address, itemsize, by_layer, topk, keep, limit):
-    """Say the same of any width whose layer is a whole number of half words: ids are lanes of 64-bit words.
+    """Say whether a row may hold a duplicate or an id from ``limit`` on; a layer is a whole number of half words.
+
+    Ids are lanes of 64-bit words. A word xor itself turned has a zero lane exactly where two ids are equal, and
+    ``(x - 0x01..) & ~x & 0x80..`` is not zero exactly if x has a zero lane. For the limit, the lower bits of a lane
+    carry into its highest when they reach it.
 
     Two different words are compared at every rotation, a word with itself at the first half of them; a doubled half
     word repeats after half of its lanes, which halves both.
@@ -125,146 +109,138 @@ def audit_row(address, itemsize, by_layer, by_id, topk, keep, limit, token, tall
 
 
 @jit(parallel=False)
-def same_row(address, by_row, itemsize, by_layer, by_id, layers, topk):
-    """Say whether the row at ``address`` equals the one before it; nearly always the first ids tell."""
-    for layer in range(layers):
-        for k in range(topk):
-            offset = layer * by_layer + k * by_id
-            if load_id(address + offset, itemsize) != load_id(address - by_row + offset, itemsize):
+def all_there(missing, first, end):
+    """Say whether none of the rows ``[first, end)`` is missing; ``missing`` is the address of a mask, or 0."""
+    if missing:
+        for token in range(first, end):
+            if load_uint8(missing, token) != 0:
                 return False
     return True
 
 
 @jit(parallel=False)
 def audit_rows(
-    address, first, end, rows, missing, itemsize, by_row, by_layer, by_id, topk, keep, limit, long_run, tally, zeros
-):
+    address, first, end, rows, missing, itemsize, by_row, by_layer, by_id, topk, keep, limit, lines, long_run, tally,
+    zeros, passed,
+):  # fmt: skip
     """Audit rows ``[first, end)`` of one trajectory of ``rows`` rows that begins at ``address``.
 
-    A run of one repeated row is counted where it begins, and followed past ``end`` as far as it goes.
+    A run of one repeated row is counted where it begins, and followed past ``end`` as far as it goes. ``passed`` says
+    that ``_lines`` has let these rows pass, the last one apart. A run is looked at with the row behind it, which tells
+    whether the last one is repeated; only the last row of the trajectory is always looked at by itself.
     """
+    layers = keep.size
+    kind, wide, step = lines[itemsize, 0], lines[itemsize, 1], lines[itemsize, 2]
+    lined = kind >= 0 and by_id == itemsize and by_layer == topk * by_id and by_row == layers * by_layer
     lanes = by_id == itemsize and topk * itemsize % 4 == 0
-    words = lanes and itemsize == 1 and topk == 8 and by_layer == 8
-    for token in range(first, end):
-        if missing and load_uint8(missing, token) != 0:
-            continue
-        row = address + token * by_row
-        if words:
-            look = suspicious_words(row, keep, limit)
-        elif lanes:
-            look = suspicious_lanes(row, itemsize, by_layer, topk, keep, limit)
-        else:
-            look = True
-        if look:
-            audit_row(row, itemsize, by_layer, by_id, topk, keep, limit, token, tally, zeros)
-        if token == 0 or not same_row(row, by_row, itemsize, by_layer, by_id, keep.size, topk):
-            stop = token + 1
-            while stop < rows and same_row(address + stop * by_row, by_row, itemsize, by_layer, by_id, keep.size, topk):
-                stop += 1
-            if stop - token >= long_run:
-                if tally[REPEATED] == 0:
-                    tally[REPEATED + 1] = token
-                tally[REPEATED] += 1
-                tally[REPEATED + 2] = max(tally[REPEATED + 2], stop - token)
+    last = limit[itemsize] - 1
+    if passed:
+        first = end - 1
+    while first < end:
+        stop = min(end, first + RUN_ROWS)
+        behind = min(rows, stop + 1)
+        if lined and all_there(missing, first, stop):
+            run = (behind - first) * by_row
+            if passes(False, False, 0, address + first * by_row, run, 0, 0, kind, step, by_row, wide, last):
+                first = behind - 1
+        for token in range(first, stop):
+            if missing and load_uint8(missing, token) != 0:
+                continue
+            row = address + token * by_row
+            if not lanes or suspicious_lanes(row, itemsize, by_layer, topk, keep, last + 1):
+                audit_row(row, itemsize, by_layer, by_id, topk, keep, last + 1, token, tally, zeros)
+            if token == 0 or not same_row(row, by_row, itemsize, by_layer, by_id, layers, topk):
+                after = token + 1
+                while after < rows and same_row(
+                    address + after * by_row, by_row, itemsize, by_layer, by_id, layers, topk
+                ):  # fmt: skip
+                    after += 1
+                if after - token >= long_run:
+                    if tally[REPEATED] == 0:
+                        tally[REPEATED + 1] = token
+                    tally[REPEATED] += 1
+                    tally[REPEATED + 2] = max(tally[REPEATED + 2], after - token)
+        first = stop
 
 
 @jit(parallel=False)
-def audit_piece(
-    row, end, span, segment, keep, limit, long_run, tallies, zeros, bounds, first, address, rows, itemsizes, strides,
+def audit_block(
+    row, end, span, tally, zeros, keep, limit, lines, long_run, bounds, first, address, rows, itemsizes, strides,
     missing, layer_of, topk,
 ):  # fmt: skip
-    """Audit the source rows that land in destination rows ``[row, end)``; ``segment + span`` is the tally of a span."""
-    layers = layer_of.size
+    """Audit the source rows that land in destination rows ``[row, end)``, all of ``span``; read and clear the note."""
+    begin = max(0, row - bounds[span] - first[span])
+    stop = min(rows[span], end - bounds[span] - first[span])
+    if begin < stop:
+        itemsize = int64(itemsizes[span])
+        by_id = itemsize
+        by_layer = topk * by_id
+        by_row = keep.size * by_layer
+        if strides.size:
+            by_row, by_layer, by_id = strides[span, 0], strides[span, 1], strides[span, 2]
+        audit_rows(
+            address[span], begin, stop, rows[span], missing[span] if missing.size else 0, itemsize, by_row, by_layer,
+            by_id, topk, keep, limit, lines, long_run, tally, zeros,
+            tally[PASSED] == (stop - begin) * keep.size * topk,
+        )  # fmt: skip
+    tally[PASSED] = 0
+
+
+@jit(parallel=False)
+def audit_piece(row, end, span, segment, block, tallies, zeros, keep, limit, lines, long_run, bounds, *table):
+    """Audit what lands in rows ``[row, end)``, block by block; ``segment + span`` is the tally of a span."""
     while row < end:
         while row >= bounds[span + 1]:
             span += 1
-        until = min(end, bounds[span + 1])
-        begin = max(0, row - bounds[span] - first[span])
-        stop = min(rows[span], until - bounds[span] - first[span])
-        if begin < stop:
-            itemsize = int(itemsizes[span])
-            by_id = itemsize
-            by_layer = topk * by_id
-            by_row = layers * by_layer
-            if strides.size:
-                by_row, by_layer, by_id = strides[span, 0], strides[span, 1], strides[span, 2]
-            audit_rows(
-                address[span], begin, stop, rows[span], missing[span] if missing.size else 0, itemsize, by_row,
-                by_layer, by_id, topk, keep, limit[itemsize], long_run, tallies[segment + span], zeros[segment + span],
-            )  # fmt: skip
+        until = min(end, bounds[span + 1], row + block)
+        audit_block(
+            row, until, span, tallies[segment + span], zeros[segment + span], keep, limit, lines, long_run, bounds,
+            *table,
+        )  # fmt: skip
         row = until
 
 
 @jit(parallel=False)
-def audit_serial(
-    pieces, keep, limit, long_run, tallies, zeros, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
-    topk,
-):  # fmt: skip
+def audit_serial(pieces, *arguments):
     """Audit the pieces one after the other."""
     for piece in range(pieces.shape[0]):
-        audit_piece(
-            pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3], keep, limit, long_run, tallies,
-            zeros, bounds, first, address, rows, itemsizes, strides, missing, layer_of, topk,
-        )  # fmt: skip
-
-
-@jit(parallel=True)
-def audit_parallel(
-    pieces, keep, limit, long_run, tallies, zeros, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
-    topk,
-):  # fmt: skip
-    """Audit the pieces, each by one thread."""
-    for piece in prange(pieces.shape[0]):
-        audit_piece(
-            pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3], keep, limit, long_run, tallies,
-            zeros, bounds, first, address, rows, itemsizes, strides, missing, layer_of, topk,
-        )  # fmt: skip
+        audit_piece(pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3], *arguments)
 
 
 @jit(parallel=False)
 def both_piece(
-    row, end, span, segment, block, keep, limit, long_run, tallies, zeros, out, mask, dummies, bounds, first, address,
-    rows, itemsizes, strides, missing, layer_of, topk, row_stride, layer_stride, size,
+    stores, row, end, span, segment, block, tallies, zeros, keep, limit, lines, long_run, out, mask, dummies, bounds,
+    first, address, rows, itemsizes, strides, missing, layer_of, topk, row_stride, layer_stride, size,
 ):  # fmt: skip
-    """Move and audit destination rows ``[row, end)``, block by block, so that the audit finds its rows in cache."""
+    """Move and audit destination rows ``[row, end)``, block by block, so that the audit finds its rows in cache.
+
+    Where a block is one run, the move looks at it in passing, and the audit finds that noted.
+    """
+    row_bytes = keep.size * topk * size
+    kind = lines[size, 0] if row_stride == row_bytes and layer_of.size == keep.size else -1
     while row < end:
-        until = min(end, row + block)
         while row >= bounds[span + 1]:
             span += 1
+        until = min(end, bounds[span + 1], row + block)
+        tally = tallies[segment + span]
+        audited = (
+            stores, address_of(dummies), address_of(tally) + PASSED * 8, kind, lines[size, 2], row_bytes,
+            lines[size, 1], limit[size] - 1,
+        )  # fmt: skip
         move_piece(
-            None, out, mask, row, until, span, dummies, bounds, first, address, rows, itemsizes, strides, missing,
+            audited, out, mask, row, until, span, dummies, bounds, first, address, rows, itemsizes, strides, missing,
             layer_of, topk, row_stride, layer_stride, size,
         )  # fmt: skip
-        audit_piece(
-            row, until, span, segment, keep, limit, long_run, tallies, zeros, bounds, first, address, rows, itemsizes,
-            strides, missing, layer_of, topk,
+        audit_block(
+            row, until, span, tally, zeros[segment + span], keep, limit, lines, long_run, bounds, first, address, rows,
+            itemsizes, strides, missing, layer_of, topk,
         )  # fmt: skip
         row = until
 
 
 @jit(parallel=False)
-def both_serial(
-    pieces, block, keep, limit, long_run, tallies, zeros, out, mask, dummies, bounds, first, address, rows, itemsizes,
-    strides, missing, layer_of, topk, row_stride, layer_stride, size,
-):  # fmt: skip
-    """Move and audit the pieces one after the other."""
+def both_serial(pieces, stores, *arguments):
+    """Move and audit the pieces one after the other; ``stores`` is as ``_kernels`` has it."""
     for piece in range(pieces.shape[0]):
-        both_piece(
-            pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3], block, keep, limit, long_run,
-            tallies, zeros, out, mask, dummies, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
-            topk, row_stride, layer_stride, size,
-        )  # fmt: skip
-
-
-@jit(parallel=True)
-def both_parallel(
-    pieces, block, keep, limit, long_run, tallies, zeros, out, mask, dummies, bounds, first, address, rows, itemsizes,
-    strides, missing, layer_of, topk, row_stride, layer_stride, size,
-):  # fmt: skip
-    """Move and audit the pieces, each by one thread."""
-    for piece in prange(pieces.shape[0]):
-        both_piece(
-            pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3], block, keep, limit, long_run,
-            tallies, zeros, out, mask, dummies, bounds, first, address, rows, itemsizes, strides, missing, layer_of,
-            topk, row_stride, layer_stride, size,
-        )  # fmt: skip
+        both_piece(stores, pieces[piece, 0], pieces[piece, 1], pieces[piece, 2], pieces[piece, 3], *arguments)
+    finish(stores)

@@ -5,7 +5,8 @@ path       what runs                                           when
 =========  ==================================================  ============================================
 serial     the nogil twin, in the calling thread               one thread
 parallel   the prange kernel                                   more threads on the tbb and omp layers
-pool       the twin over a small thread pool of our own        more threads on workqueue, or in a forked child
+pool       the twin over a small thread pool of our own        more threads on workqueue, in a forked child, or for
+                                                               what has no prange kernel (audits, narrowing)
 slices     NumPy slices                                        no working Numba
 streaming  a twin with streaming stores, over our pool         a large result in recycled or caller-owned memory
 =========  ==================================================  ============================================
@@ -43,6 +44,7 @@ from .topology import (
 )
 
 _BACKENDS = ("auto", "numba", "numpy")
+_NEVER = 1 << 62  # bytes that no run has
 _THREAD_VARIABLES = (NUM_THREADS_VARIABLE, MAX_THREADS_VARIABLE, RESERVED_CPUS_VARIABLE)
 
 
@@ -118,6 +120,12 @@ def kernels() -> types.ModuleType | None:
     return _kernels
 
 
+def compiled() -> bool:
+    """Say whether the kernels here are compiled ones."""
+    module = kernels()
+    return module is not None and not module.runtime.JIT_DISABLED
+
+
 def execute(
     plan: Plan, out: NDArray[Any], mask: NDArray[np.bool_], *, fresh: bool, num_threads: int | None, policy: Policy
 ) -> None:
@@ -128,15 +136,19 @@ def execute(
     """
     threads = thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
     pieces, arguments = cut_pieces(plan, out, threads, policy.piece_align), move_arguments(plan, out, mask)
+
+    def slices(part: NDArray[np.int64]) -> None:
+        _slices.move_pieces(plan, part, out, mask)
+
     if streams(out.nbytes, fresh=fresh, policy=policy):
-        stream = importlib.import_module(f"{__package__}._streaming").stream_serial
-        _over_pool(lambda part: stream(part, policy.stream_run_from, *arguments), pieces, threads)
-        _remember("numba", "streaming", threads)
-        return
-    run(
-        pieces, threads, policy, twin="move_serial", kernel="move_parallel", arguments=arguments,
-        slices=lambda part: _slices.move_pieces(plan, part, out, mask),
-    )  # fmt: skip
+        run(
+            pieces, threads, policy, twin="stream_serial", home="_streaming", streamed=True, slices=slices,
+            arguments=(policy.stream_run_from, *arguments),
+        )  # fmt: skip
+    else:
+        run(
+            pieces, threads, policy, twin="move_serial", kernel="move_parallel", arguments=arguments, slices=slices
+        )  # fmt: skip
 
 
 def move_arguments(plan: Plan, out: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[Any, ...]:
@@ -162,37 +174,47 @@ def run(
     policy: Policy,
     *,
     twin: str,
-    kernel: str | None,
     arguments: tuple[Any, ...],
     slices: Callable[[NDArray[np.int64]], None],
+    kernel: str | None = None,
     home: str = "_kernels",
+    streamed: bool = False,
 ) -> None:
     """Do the work items ``pieces`` on the path of the policy, on at most ``threads`` threads, and record what ran.
 
     ``twin`` and ``kernel`` name functions of the module ``home`` that take ``(pieces, *arguments)``; without a kernel
-    the twin runs over our pool. ``slices`` takes the pieces alone.
+    the twin runs over our pool, ``streamed`` or not, and no layer is started. ``slices`` takes the pieces alone.
     """
     module = kernels()
-    path, threads = _choose(module, threads, policy)
+    if streamed:
+        path: PathName = "streaming"
+    else:
+        path, threads = _choose(module, threads, policy, layer=kernel is not None)
     if path == "slices":
         _over_pool(slices, pieces, threads)
     else:
         module = module or _forced_kernels(policy.path)
         source = module if home == "_kernels" else importlib.import_module(f"{__package__}.{home}")
-        serial = getattr(source, twin)
-        if path == "parallel" and kernel is not None:
+        if path == "parallel":
             with module.runtime.thread_mask(threads):
-                getattr(source, kernel)(pieces, *arguments)
-        elif path != "serial":
-            path = "pool"
-            _over_pool(lambda part: serial(part, *arguments), pieces, threads)
+                getattr(source, kernel or twin)(pieces, *arguments)
+        elif path == "serial":
+            getattr(source, twin)(pieces, *arguments)
         else:
-            serial(pieces, *arguments)
+            serial = getattr(source, twin)
+            _over_pool(lambda part: serial(part, *arguments), pieces, threads)
     _remember("numpy" if path == "slices" else "numba", path, threads)
 
 
 def _remember(backend: str, path: PathName, threads: int) -> None:
     _last.backend, _last.path, _last.threads = backend, path, threads
+
+
+def stores_for(streamed: bool, policy: Policy) -> int | None:
+    """Return the ``stores`` of a kernel that can do both: None where streaming is off or absent, else a length."""
+    if policy.stream_from is None or not compiled() or not _has_streaming():
+        return None
+    return policy.stream_run_from if streamed else _NEVER
 
 
 def streams(nbytes: int, *, fresh: bool, policy: Policy) -> bool:
@@ -238,16 +260,19 @@ def would_run(nbytes: int, *, fresh: bool, policy: Policy) -> tuple[PathName, in
     threads = thread_count(nbytes, fresh=fresh, num_threads=None, policy=policy)
     if streams(nbytes, fresh=fresh, policy=policy):
         return "streaming", threads
-    return _choose(kernels(), threads, policy)
+    return _choose(kernels(), threads, policy, layer=True)
 
 
-def _choose(module: types.ModuleType | None, threads: int, policy: Policy) -> tuple[PathName, int]:
-    """Return the path for ``threads`` threads, by the policy at the top of this file, and how many of them it uses."""
+def _choose(module: types.ModuleType | None, threads: int, policy: Policy, *, layer: bool) -> tuple[PathName, int]:
+    """Return the path for ``threads`` threads, by the policy at the top of this file, and how many of them it uses.
+
+    Without ``layer`` Numba's threads are no choice.
+    """
     if policy.path == "slices" or (module is None and policy.path is None):
         return "slices", threads
     if policy.path == "serial" or (threads == 1 and policy.path in (None, "streaming")):
         return "serial", 1
-    if policy.path == "pool":
+    if policy.path == "pool" or not layer:
         return "pool", threads
     runtime = (module or _forced_kernels(policy.path)).runtime
     if runtime.in_forked_child() and runtime.layer_name() != "tbb":

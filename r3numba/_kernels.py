@@ -69,6 +69,10 @@ def store_run(stores, target, size, address, itemsize, count):
 def _choose_stores(stores, target, size, address, itemsize, count):
     if runtime.is_none(stores):
         return lambda stores, target, size, address, itemsize, count: plain_run(target, size, address, itemsize, count)
+    if runtime.is_tuple(stores):
+        from ._lines import audited_run
+
+        return audited_run
     from ._streaming import stream_run
 
     def plain_or_streamed(stores, target, size, address, itemsize, count):

@@ -59,6 +59,11 @@ def is_none(numba_type: Any) -> bool:
     return isinstance(numba_type, (types.NoneType, types.Omitted))
 
 
+def is_tuple(numba_type: Any) -> bool:
+    """Say whether an argument of this type is a tuple."""
+    return isinstance(numba_type, types.BaseTuple)
+
+
 # --- Addresses ----------------------------------------------------------------------------------------------------
 # A kernel takes a table of addresses, because every container of arrays costs more than the copy of a small batch
 # (a reflected list of 1024 arrays: 16 to 27 ms). The loads are marked "align 1": a payload that was decoded in place

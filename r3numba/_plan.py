@@ -30,6 +30,9 @@ PIECE_UNITS: Final = 2
 KERNEL_TEMPLATE_BYTES: Final = 64 << 10
 SLICES_TEMPLATE_BYTES: Final = 256 << 10
 
+#: A cache line, in bytes: what a streaming store writes, and what an audit looks at in one go.
+LINE: Final = 64
+
 _NO_ADDRESSES: Final = np.empty(0, np.int64)
 
 

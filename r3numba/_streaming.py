@@ -22,12 +22,10 @@ from numba.extending import intrinsic
 
 from ._kernels import move_piece, plain_run
 from ._numba import JIT_DISABLED, jit
+from ._plan import LINE
 
 if JIT_DISABLED or platform.machine().lower() not in ("x86_64", "amd64"):
     raise ImportError("streaming stores are for compiled kernels on x86-64: nothing else was measured")
-
-#: What one store writes: a cache line, aligned to its size, as non-temporal stores have to be.
-LINE = 64
 
 
 def _line(from_bits, to_bits, signed):
@@ -93,6 +91,13 @@ AHEAD = 2048
 
 
 @jit(parallel=False)
+def prefetched_line(target, source):
+    """Stream one line, and ask for what the copy will read next."""
+    _prefetch(source + AHEAD)
+    _copy_line(target, source)
+
+
+@jit(parallel=False)
 def stream_run(target, size, address, itemsize, count):
     """Write what ``plain_run`` writes: whole lines streamed, the ends before and after them with plain stores.
 
@@ -106,8 +111,7 @@ def stream_run(target, size, address, itemsize, count):
     end = start + lines * LINE
     if itemsize == size:
         for line in range(start, end, LINE):
-            _prefetch(source + AHEAD)
-            _copy_line(line, source)
+            prefetched_line(line, source)
             source += LINE
     elif size == 2:
         for line in range(start, end, LINE):

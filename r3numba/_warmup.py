@@ -10,6 +10,7 @@ import numpy as np
 from ._checks import CANONICAL
 from ._dispatch import kernels, streams
 from ._policy import DEFAULT_POLICY, PathName, policy_from_environment
+from .audit import audit_routes
 from .collate import collate_routes
 from .routes import compact_routes
 
@@ -18,9 +19,9 @@ _CAPTURED = (np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64)
 
 
 def warmup() -> None:
-    """Compile every kernel that a later call may need, the parallel one too.
+    """Compile every kernel that a later call may need, the parallel one and the audit's too.
 
-    It takes some seconds, once a process (with ``R3NUMBA_CACHE=1`` once an installation), and starts Numba's thread
+    It takes some 20 seconds, once a process (with ``R3NUMBA_CACHE=1`` once an installation), and starts Numba's thread
     pool where one will be used, never in a forked child. Without Numba it does nothing.
 
     Raises
@@ -49,6 +50,9 @@ def warmup() -> None:
         for dtype in CANONICAL:
             if np.dtype(captured).itemsize > dtype.itemsize:
                 compact_routes(np.full((1, 1, 1), np.iinfo(dtype).max >> 1, captured), _policy=DEFAULT_POLICY)
-    policy = replace(policy_from_environment(), path="streaming")
+    policy = replace(policy_from_environment(), path="serial")
+    collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], audit=True, _policy=policy)
+    audit_routes(np.zeros((1, 1, 1), np.uint8), _policy=policy)
+    policy = replace(policy, path="streaming")
     if streams(0, fresh=False, policy=policy):
         collate_routes([np.zeros((1, 1, 1), np.uint8)], [1], _policy=policy)

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from . import _dispatch
 from ._audit_slices import audit_pieces
 from ._checks import host_array, integer, is_tensor, sequence
-from ._plan import Plan, Sources, cut_pieces, row_major
+from ._plan import LINE, Plan, Sources, address_of, cut_pieces, row_major
 from ._policy import Policy, policy_from_environment
 from ._slices import move_pieces
 from ._sources import effective, read_missing, read_sources
-from ._tally import COLUMNS, DUPLICATE, RANGE, REPEATED, ZERO, ZERO_ROW
+from ._tally import COLUMNS, DUPLICATE, LAYERS, RANGE, REPEATED, ZERO, ZERO_ROW, step_of
 
 #: Rows from which a repeated row counts as stale; reports tell of tens of them, and greedy loops stay below.
 LONG_RUN: Final = 32
@@ -128,18 +128,27 @@ class AuditOptions:
 
 @dataclass(frozen=True, slots=True)
 class AuditTask:
-    """What the kernels need of an audit, and where they count."""
+    """What the kernels need of an audit, and where they count.
+
+    ``keep`` uint64 [layers], all bits of a layer that counts; ``limit`` int64 [9], by item size the first id that is
+    out of range; ``lines`` int64 [9, 3], by item size the kind of layers that are looked at by line (-1: they are not),
+    the address of a row of bytes, not 0 for ids that count, which goes on for a line, and the bytes of a look;
+    ``block``, rows.
+    """
 
     options: AuditOptions
     keep: NDArray[np.uint64]
     limit: NDArray[np.int64]
+    lines: NDArray[np.int64]
+    lines_held: list[NDArray[np.uint8]]
+    block: int
     tallies: NDArray[np.int64]
     zeros: NDArray[np.int64]
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Return what every kernel of the audit takes first."""
-        return (self.keep, self.limit, LONG_RUN, self.tallies, self.zeros)
+        return (self.block, self.tallies, self.zeros, self.keep, self.limit, self.lines, LONG_RUN)
 
 
 def read_options(sources: Sources, num_experts: int | None, moe_layers: object) -> AuditOptions:
@@ -162,14 +171,24 @@ def read_options(sources: Sources, num_experts: int | None, moe_layers: object) 
 
 def new_task(plan: Plan, pieces: NDArray[np.int64], options: AuditOptions) -> AuditTask:
     """Return a task with a tally for each part of a trajectory that lies in a piece."""
-    limit = np.zeros(5, np.int64)  # by the item size of a source
+    limit = np.zeros(9, np.int64)  # by item size, as lines
+    lines = np.full((9, 3), -1)
+    held = []
     for size, most in ((1, 1 << 8), (2, 1 << 15), (4, 1 << 31)):
         limit[size] = most if options.num_experts is None else min(most, options.num_experts)
+        layer = (size, plan.sources.topk)
+        kept = np.repeat(options.moe_layers, size * plan.sources.topk)
+        if layer in LAYERS and len(kept) >= LINE and _dispatch.compiled():
+            held.append(np.concatenate((kept, kept[:LINE])).view(np.uint8))
+            lines[size] = LAYERS.index(layer), address_of(held[-1]), step_of(*layer)
     segments = len(pieces) + len(plan.first)
     return AuditTask(
         options=options,
         keep=np.where(options.moe_layers, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0)),
         limit=limit,
+        lines=lines,
+        lines_held=held,
+        block=max(1, AUDIT_BLOCK_BYTES // plan.row_bytes),
         tallies=np.zeros((segments, COLUMNS), np.int64),
         zeros=np.zeros((segments, plan.sources.layers), np.int64),
     )
@@ -189,15 +208,16 @@ def execute_audited(
     threads = _dispatch.thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
     pieces = cut_pieces(plan, out, threads, policy.piece_align)
     task = new_task(plan, pieces, options)
-    block = max(1, AUDIT_BLOCK_BYTES // plan.row_bytes)
 
     def slices(part: NDArray[np.int64]) -> None:
         move_pieces(plan, part, out, mask)
         audit_pieces(plan, part, task, LONG_RUN)
 
+    streamed = _dispatch.streams(out.nbytes, fresh=fresh, policy=policy)
+    stores = _dispatch.stores_for(streamed, policy)
     _dispatch.run(
-        pieces, threads, policy, twin="both_serial", kernel="both_parallel", home="_audit_kernels", slices=slices,
-        arguments=(block, *task.arguments, *_dispatch.move_arguments(plan, out, mask)),
+        pieces, threads, policy, twin="both_serial", home="_audit_kernels", streamed=streamed, slices=slices,
+        arguments=(stores, *task.arguments, *_dispatch.move_arguments(plan, out, mask)),
     )  # fmt: skip
     return report(plan, task, pieces)
 
@@ -317,7 +337,7 @@ def audit_routes(
     pieces = cut_pieces(plan, plan.bounds, threads, policy.piece_align)  # nothing is written: any address
     task = new_task(plan, pieces, options)
     _dispatch.run(
-        pieces, threads, policy, twin="audit_serial", kernel="audit_parallel", home="_audit_kernels",
+        pieces, threads, policy, twin="audit_serial", home="_audit_kernels",
         arguments=(*task.arguments, *_dispatch.source_arguments(plan)),
         slices=lambda part: audit_pieces(plan, part, task, LONG_RUN),
     )  # fmt: skip

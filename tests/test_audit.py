@@ -12,7 +12,7 @@ from support import examples
 from r3numba import audit_routes, backend_info, collate_routes, compare_routes, pack_routes
 from r3numba.audit import LONG_RUN, CorruptRoutesError
 
-PATHS = paths.scanning()
+PATHS = paths.available()
 KINDS = ("out_of_range", "duplicate", "zero", "zero_row", "zero_layer", "repeated_row")
 
 
@@ -72,9 +72,10 @@ def found(audit, trajectory):
     return {f.kind: (f.count, f.token, f.layer, f.longest) for f in audit.findings if f.trajectory == trajectory}
 
 
-def check(routes, num_experts=None, moe=None, missing=None, **policy):
+def check(routes, num_experts=None, moe=None, missing=None, dtype=None, **policy):
     """Audit alone and in the pass of both collations, on every path, and compare each with the oracle."""
     layers = next(r for r in routes if r is not None).shape[1]
+    dtype = dtype or max((r.dtype for r in routes if r is not None), key=lambda held: held.itemsize)
     mask = [True] * layers if moe is None else moe
     expected = [
         {} if r is None else oracle(np.asarray(r), num_experts, mask, None if missing is None else missing[i])
@@ -86,13 +87,11 @@ def check(routes, num_experts=None, moe=None, missing=None, **policy):
         options = {"num_experts": num_experts, "moe_layers": moe, "_policy": forced}
         reports = []
         reports.append(audit_routes(routes, missing=missing, **options))
-        plain = collate_routes(routes, lengths, missing=missing, dtype=np.int32)
+        plain = collate_routes(routes, lengths, missing=missing, dtype=dtype)
         for threads in (1, 3):
-            both = {**options, "num_experts": None, "dtype": np.int32, "missing": missing, "audit": True}
-            if num_experts is not None:
-                both["num_experts"] = num_experts
+            both = {**options, "dtype": dtype, "missing": missing, "audit": True}
             batch = collate_routes(routes, lengths, num_threads=threads, **both)
-            assert backend_info()["path"] in (path, "pool" if path == "parallel" else path)
+            assert backend_info()["path"] in paths.may_report(path)
             np.testing.assert_array_equal(batch.array, plain.array)
             np.testing.assert_array_equal(batch.padding_mask, plain.padding_mask)
             reports.append(batch.audit)
@@ -105,7 +104,7 @@ def check(routes, num_experts=None, moe=None, missing=None, **policy):
 @st.composite
 def captures(draw):
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    layers, topk = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4, 5, 8, 12, 22]))
+    layers, topk = draw(st.sampled_from([1, 2, 3, 4, 8, 9, 17])), draw(st.sampled_from([1, 2, 3, 4, 5, 8, 12, 22]))
     routes, missing = [], []
     for _ in range(draw(st.integers(1, 4))):
         rows = draw(st.sampled_from([1, 2, 7, 40, 90]))
@@ -138,10 +137,15 @@ def captures(draw):
 
 
 @settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(captures(), st.sampled_from([1, 64, 1024]))
-def test_any_capture(capture, align):
+@given(
+    captures(), st.sampled_from([1, 64, 1024]), st.sampled_from([1, 256, 2048, 256 << 10]),
+    st.sampled_from([None, np.int32]),
+)  # fmt: skip
+def test_any_capture(capture, align, block, dtype):
     routes, num_experts, moe, missing = capture
-    check(routes, num_experts, moe, missing, piece_align=align)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("r3numba.audit.AUDIT_BLOCK_BYTES", block)
+        check(routes, num_experts, moe, missing, dtype, piece_align=align)
 
 
 @pytest.mark.parametrize("experts", [100, 128, 129, 200, 256])

@@ -403,17 +403,20 @@ def test_warmup_compiles_everything_a_later_call_needs():
     out = run(
         """
         r3numba.warmup()
-        from r3numba import _kernels, _streaming
+        from r3numba import _audit_kernels, _kernels, _streaming
         def compiled():
             return sum(len(kernel.signatures) for kernel in (
                 _kernels.move_serial, _kernels.move_parallel, _kernels.scan_serial, _kernels.scan_parallel,
-                _kernels.narrow_serial, _streaming.stream_serial))
+                _kernels.narrow_serial, _streaming.stream_serial, _audit_kernels.audit_serial,
+                _audit_kernels.both_serial))
         before = compiled()
         routes, lengths = batch()
         strided = [r[:, ::2, ::-1] for r in routes]
         for sources in (routes, strided, [np.asfortranarray(r) for r in routes]):
             for dtype in ("uint8", "int16", "int32"):
-                r3numba.collate_routes(sources, lengths, dtype=dtype)
+                for audit in (False, True):
+                    r3numba.collate_routes(sources, lengths, dtype=dtype, audit=audit)
+                    r3numba.audit_routes(sources, num_experts=100)
                 r3numba.collate_routes(sources[1:2], lengths[1:2], dtype=dtype, missing=[np.arange(7) == 3])
                 r3numba.pack_routes(sources, lengths, dtype=dtype, out=None)
         out = np.empty((sum(lengths), 48, 8), np.uint8)
@@ -428,6 +431,7 @@ def test_warmup_compiles_everything_a_later_call_needs():
         large = r3numba.pack_routes(routes * 2, lengths * 2, dtype="uint8").array
         for dtype in ("uint8", "int16", "int32"):
             large = np.empty((sum(lengths) * 2, 48, 8), dtype)
+            r3numba.pack_routes(routes * 2, lengths * 2, dtype=dtype, out=large, audit=True)
             r3numba.pack_routes(routes * 2, lengths * 2, dtype=dtype, out=large)
             assert r3numba.backend_info()["path"] == "streaming"
         assert compiled() == before, (before, compiled())
@@ -444,6 +448,11 @@ def test_cache_switch_is_guarded_where_nothing_is_writable(tmp_path):
     assert list(tmp_path.rglob("*.nbi"))
     names = {index.name.split("-")[0] for index in tmp_path.rglob("*.nbi")}
     assert {"_kernels.move_serial", "_kernels.move_parallel"} <= names or {"_kernels.move_parallel"} <= names
+    run("for _ in '12': collate(audit=True)", "omp", R3NUMBA_CACHE="1", NUMBA_CACHE_DIR=str(tmp_path))
+    found = {index: index.stat().st_mtime_ns for index in tmp_path.rglob("*.nbi")}
+    assert any("both_serial" in index.name for index in found)
+    run("collate(audit=True)", "omp", R3NUMBA_CACHE="1", NUMBA_CACHE_DIR=str(tmp_path))  # loaded, not written again
+    assert {index: index.stat().st_mtime_ns for index in tmp_path.rglob("*.nbi")} == found
     out = run(
         """
         import numba.core.caching as caching
