@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 
 from . import _numba as runtime
 from ._kernels import load_id, plain_run, store_run
-from ._numba import copy_bytes, jit, load_uint64, store_int64, uint64
-from ._plan import LINE
+from ._numba import copy_bytes, jit, load_uint64, prefetch, store_int64, uint64
+from ._plan import AHEAD, LINE
 from ._tally import LAYERS, step_of
 
 
@@ -88,11 +88,11 @@ def _choose_line(stores, streamed, target, source):
         return lambda stores, streamed, target, source: None
     if runtime.is_none(stores):
         return lambda stores, streamed, target, source: copy_bytes(target, source, LINE)
-    from ._streaming import prefetched_line
+    from ._streaming import stream_line
 
     def copied_or_streamed(stores, streamed, target, source):
         if streamed:
-            prefetched_line(target, source)
+            stream_line(target, source)
         else:
             copy_bytes(target, source, LINE)
 
@@ -132,6 +132,7 @@ def passes(stores, streamed, target, address, nbytes, head, stop, kind, step, ro
     at = head
     for look in range(address, address + nbytes - row_bytes, step):
         if at < stop:
+            prefetch(address + at + AHEAD)
             store_line(stores, streamed, target + at, address + at)
             at += LINE
         wrong |= bad_ids(kind, look, keep + place, last)

@@ -24,7 +24,7 @@ from numba.extending import intrinsic, overload
 
 __all__ = [
     "address_of", "copy_bytes", "int64", "jit", "load_int16", "load_int32", "load_uint8", "load_uint32", "load_uint64",
-    "prange", "store_int16", "store_int32", "store_int64", "store_uint8", "uint64",
+    "prange", "prefetch", "store_int16", "store_int32", "store_int64", "store_uint8", "uint64",
 ]  # fmt: skip
 
 #: NUMBA_DISABLE_JIT=1 runs the kernels as plain Python: for debuggers, coverage and bounds checks.
@@ -111,6 +111,20 @@ def _copy_bytes(typing_context: Any, destination: Any, source: Any, count: Any) 
 
 
 @intrinsic
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        signature = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+        # For a read (0), of data that will be used once (locality 0), into the data cache (1). Past the end of the
+        # source it asks for nothing: a prefetch never faults.
+        hints = [ir.Constant(number, hint) for hint in (0, 0, 1)]
+        builder.call(function, [builder.inttoptr(arguments[0], byte), *hints])
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def _address_of(typing_context: Any, array: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ptrtoint(context.make_array(array)(context, builder, arguments[0]).data, ir.IntType(64))
@@ -149,6 +163,7 @@ if JIT_DISABLED:
     int64: Any = int
     uint64: Any = np.uint64
     copy_bytes: Any = _python_copy
+    prefetch: Any = lambda address: None  # noqa: E731
     address_of: Any = lambda array: array.ctypes.data  # noqa: E731  (a def would need the annotation twice)
 else:
     load_uint8 = _load(types.uint8, 8)
@@ -163,6 +178,7 @@ else:
     int64 = numba.int64
     uint64 = numba.uint64
     copy_bytes = _copy_bytes
+    prefetch = _prefetch
     address_of = _address_of
 
 

@@ -21,8 +21,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ._kernels import move_piece, plain_run
-from ._numba import JIT_DISABLED, jit
-from ._plan import LINE
+from ._numba import JIT_DISABLED, jit, prefetch
+from ._plan import AHEAD, LINE
 
 if JIT_DISABLED or platform.machine().lower() not in ("x86_64", "amd64"):
     raise ImportError("streaming stores are for compiled kernels on x86-64: nothing else was measured")
@@ -52,24 +52,10 @@ def _line(from_bits, to_bits, signed):
     return stream_line
 
 
-_copy_line = _line(8, 8, signed=False)
+stream_line = _line(8, 8, signed=False)
 _uint8_to_int16 = _line(8, 16, signed=False)
 _uint8_to_int32 = _line(8, 32, signed=False)
 _int16_to_int32 = _line(16, 32, signed=True)
-
-
-@intrinsic
-def _prefetch(typing_context, address):
-    def generate(context, builder, signature, arguments):
-        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        signature = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-        # For a read (0), of data that will be used once (locality 0), into the data cache (1). Past the end of the
-        # source it asks for nothing: a prefetch never faults.
-        hints = [ir.Constant(number, hint) for hint in (0, 0, 1)]
-        builder.call(function, [builder.inttoptr(arguments[0], byte), *hints])
-
-    return types.void(types.int64), generate
 
 
 @intrinsic
@@ -83,18 +69,6 @@ def fence(typing_context):
         builder.call(function, [])
 
     return types.void(), generate
-
-
-#: How far ahead of the copy the source is asked for, in bytes. 400 MB, GB/s on one thread: 18.7 without, 19.0 at 256
-#: and 512, 21.8 at 1024, 21.6 at 2048, 21.1 at 4096. Four interleaved streams of 4 KiB gave 15.7, two 14.8.
-AHEAD = 2048
-
-
-@jit(parallel=False)
-def prefetched_line(target, source):
-    """Stream one line, and ask for what the copy will read next."""
-    _prefetch(source + AHEAD)
-    _copy_line(target, source)
 
 
 @jit(parallel=False)
@@ -111,21 +85,22 @@ def stream_run(target, size, address, itemsize, count):
     end = start + lines * LINE
     if itemsize == size:
         for line in range(start, end, LINE):
-            prefetched_line(line, source)
+            prefetch(source + AHEAD)
+            stream_line(line, source)
             source += LINE
     elif size == 2:
         for line in range(start, end, LINE):
-            _prefetch(source + AHEAD)
+            prefetch(source + AHEAD)
             _uint8_to_int16(line, source)
             source += LINE // 2
     elif itemsize == 1:
         for line in range(start, end, LINE):
-            _prefetch(source + AHEAD)
+            prefetch(source + AHEAD)
             _uint8_to_int32(line, source)
             source += LINE // 4
     else:
         for line in range(start, end, LINE):
-            _prefetch(source + AHEAD)
+            prefetch(source + AHEAD)
             _int16_to_int32(line, source)
             source += LINE // 2
     tail = head + lines * a_line
@@ -146,7 +121,7 @@ def stream_serial(pieces, shortest, out, mask, *table):
 
 
 def _probe(target, source):
-    _copy_line(target, source)
+    stream_line(target, source)
     fence()
 
 

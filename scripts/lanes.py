@@ -45,7 +45,8 @@ ENVIRONMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: What a lane on another Python proves: the core. The processes' cases need torch or are slow, and ran on main.
 CORE = (EXECUTOR, "tests/test_topology.py", "tests/test_routes.py", "tests/test_bad_input.py", "tests/test_batch.py",
-        "tests/test_audit.py", "tests/test_wire.py", "tests/test_wire_refusals.py", "tests/test_trace.py")  # fmt: skip
+        "tests/test_audit.py", "tests/test_lines.py", "tests/test_wire.py", "tests/test_wire_refusals.py",
+        "tests/test_trace.py")  # fmt: skip
 
 LANES = (
     Lane("main", "main", ("tests", "--doctest-modules", "r3numba")),

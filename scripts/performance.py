@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from r3numba import collate_routes
+from r3numba import RouteCollator, audit_routes, collate_routes
 from r3numba._bench import figures
 from r3numba._bench.host import host_record
 from r3numba._bench.limit import aligned_buffer
@@ -25,10 +25,10 @@ from r3numba._bench.measure import Task, Timing, measure
 from r3numba._bench.shapes import SHAPES, make_batch
 from r3numba._memory import RecycledMemory
 from r3numba._numba import address_of as address_of_array
-from r3numba._numba import copy_bytes, jit
+from r3numba._numba import copy_bytes, jit, prefetch
 from r3numba._plan import address_of
 from r3numba._policy import DEFAULT_POLICY, Policy
-from r3numba._streaming import _copy_line, _prefetch, fence
+from r3numba._streaming import fence, stream_line
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -72,8 +72,8 @@ def streams(count: int, width: int, ahead: int) -> Callable[[Any, int, int], Non
                 for stream in range(count):
                     place = begin + stream * width + k
                     if ahead:
-                        _prefetch(source + place + ahead)
-                    _copy_line(target + place, source + place)
+                        prefetch(source + place + ahead)
+                    stream_line(target + place, source + place)
         fence()
 
     return copy
@@ -242,6 +242,59 @@ def strided() -> Iterator[str]:
     yield from table(("source `[65536, 48, 8]`", "", "ms, 1 thread", "ms, 2 threads", "ms, NumPy's assignment"), found)
 
 
+# ---- the audit -------------------------------------------------------------------------------------------------------
+
+
+def audits() -> Iterator[str]:
+    """Measure what an audit adds, by the width of the ids and top-k, on as many threads as a call takes by itself."""
+    rows = []
+    for name, layers, topk, experts, dtype in (
+        ("Qwen3: top-8 of 128", 48, 8, 128, "uint8"),
+        ("DeepSeek-V3: top-8 of 256", 61, 8, 256, "uint8"),
+        ("gpt-oss: top-4 of 128", 36, 4, 128, "uint8"),
+        ("Mixtral: top-2 of 8", 32, 2, 8, "uint8"),
+        ("Moonlight: top-6 of 64", 26, 6, 64, "uint8"),
+        ("Kimi K2: top-8 of 384", 60, 8, 384, "int16"),
+        ("Qwen3-Next: top-10 of 512", 48, 10, 512, "int16"),
+        ("top-8 of 128, not compacted", 48, 8, 128, "int32"),
+        ("top-5 of 128: by id", 48, 5, 128, "uint8"),
+    ):
+        count = 200 * MEGABYTE // 16 // (layers * topk * np.dtype(dtype).itemsize)
+        start = np.random.default_rng(0).integers(0, experts, (count, layers, 1))
+        ids = ((start + np.arange(topk)) % experts).astype(dtype)
+        batch, lengths, nbytes = [ids.copy() for _ in range(16)], [count + 1] * 16, 16 * ids.nbytes
+        collator = RouteCollator()
+
+        def call(collate: Any, audit: bool, batch: Any = batch, lengths: Any = lengths, experts: int = experts) -> Any:
+            return collate(batch, lengths, num_experts=experts, dtype=batch[0].dtype, audit=audit)
+
+        def largest(batch: Any = batch) -> Any:
+            return [part.max() for part in batch]
+
+        tasks = [
+            *(
+                Task(f"{memory} {audit}", functools.partial(call, collate, audit), cold, threads=2)
+                for memory, collate, cold in (
+                    ("fresh", collate_routes, nbytes),
+                    ("recycled", collator.collate_routes, 0),
+                )
+                for audit in (False, True)
+            ),
+            Task("max", largest),
+            Task("alone", functools.partial(audit_routes, batch, num_experts=experts)),
+        ]
+        for task in tasks:
+            task.run()
+        timings = measure(tasks, REPEAT)
+        found = [milliseconds(timings[task.name]) for task in tasks]
+        for slow, fast in (("fresh True", "fresh False"), ("recycled True", "recycled False"), ("alone", "max")):
+            found.append(f"{timings[slow].median / timings[fast].median:.2f}x")
+        rows.append((name, dtype, *found))
+    columns = ("200 MB of ids", "", "fresh", "audited", "recycled", "audited", "NumPy's `max()`", "`audit_routes`")
+    ratios = ("audited / fresh", "audited / recycled", "alone / `max()`")
+    yield from table((*columns, *ratios), rows)
+
+
 # ---- the recycler ----------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +362,8 @@ place of three, and a fill one in place of two. Fresh pages are another matter: 
 which costs more than the copy and leaves them in the cache; plain stores are right there.
 
 **What runs when.** Recycled (`RouteCollator`) or caller-owned (`out=`) memory of 32 MB and more: streaming stores, for
-every run of 16 KiB and more. Everything else: plain stores. An audited call keeps plain stores too.
+every run of 16 KiB and more. Everything else: plain stores. An audit looks at each line on its way and changes nothing
+of this.
 `R3NUMBA_STREAMING=0` turns streaming off; without it (another processor, another LLVM) plain stores write the same
 bytes. `r3numba doctor` says which it is, and `backend_info()["path"]` what a call used.
 
@@ -343,6 +397,15 @@ lie apart are moved place by place over a block of 32 rows. NumPy's assignment i
 merge axes (every second id) or reorder them (id-major). Such views are rare, and one walk for all of them is worth more
 than a second executor; `np.ascontiguousarray` before the call is the way out.
 
+## What an audit adds
+
+ms per call:
+
+{audits}
+Ids are looked at a line at a time, between load and store: layers of 1, 2, 4, 6, 8, 10, 12, 16 and 22 ids in
+contiguous rows of 64 bytes and more. Others are looked at row by row, as lanes of 64-bit words where a layer is a whole
+number of half words, else id by id; and so are runs in which something is wrong.
+
 ## Buffers that a loop keeps
 
 {recycling}
@@ -364,7 +427,7 @@ def page() -> str:
     )
     sections = {
         "recycled": recycled_table(record), "pages": by_source_pages(), "loops": inner_loops(), "sizes": by_size(),
-        "runs": by_run(), "strided": strided(), "recycling": recycling(),
+        "runs": by_run(), "strided": strided(), "audits": audits(), "recycling": recycling(),
     }  # fmt: skip
     return head + TEXT.format(**{name: "\n".join(section) for name, section in sections.items()})
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import _dispatch
+from .._policy import DEFAULT_POLICY
 from ..audit import audit_routes
 from ..collate import collate_routes
 from ..collator import RouteCollator
@@ -136,7 +138,11 @@ def run_captures(repeat: int, step: Callable[[str], None]) -> list[dict[str, Any
     from .measure import Task, measure
 
     arms = capture_arms()
-    timings = measure([Task(arm.name, arm.run, arm.nbytes if arm.cold else 0) for arm in arms], repeat, step=step)
+    tasks = []
+    for arm in arms:
+        threads = _dispatch.would_run(arm.nbytes, fresh=True, policy=DEFAULT_POLICY)[1] if arm.cold else 1
+        tasks.append(Task(arm.name, arm.run, arm.nbytes if arm.cold else 0, threads=threads))
+    timings = measure(tasks, repeat, step=step)
     return [
         {
             "name": arm.name,
