@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from ._plan import LINE
 from ._policy import Policy
 from .topology import cgroup_memory_available
 
-#: Indices and mask of a batch share one recycled buffer; the mask starts on a cache line of its own.
-_LINE = 64
 #: A buffer is kept for this many calls without a use for it, and taken back while it is at most ``_OVERSIZE`` times the
 #: largest batch of as many calls: one long batch, or one evaluation that holds many, leaves nothing behind for good.
 _IDLE_CALLS = 16
@@ -106,7 +105,7 @@ class RecycledMemory:
         """Return uninitialised indices and mask over one lent buffer, and whether its pages are fresh."""
         indices_bytes = math.prod(shape) * dtype.itemsize
         mask_bytes = math.prod(mask_shape)
-        mask_begin = -(-indices_bytes // _LINE) * _LINE
+        mask_begin = -(-indices_bytes // LINE) * LINE  # on a cache line of its own
         needed = max(1, mask_begin + mask_bytes)
         buffer = self._take(needed)
         fresh = buffer is None

@@ -12,7 +12,7 @@ import pytest
 
 from r3numba import audit_routes, backend_info, collate_routes
 from r3numba._plan import LINE
-from r3numba._tally import LAYERS
+from r3numba._tally import LAYERS, step_of
 
 pytestmark = pytest.mark.skipif(not paths.compiled(), reason="needs Numba")
 PATHS = ("serial", "streaming")
@@ -101,31 +101,41 @@ def test_rows_that_share_the_last_layer_do_not_repeat():
     assert reports(routes) == []
 
 
-def test_a_note_is_of_a_run_that_passed():
-    """The kernel itself: a legal run is noted with its ids; a bad one and the template are not, all are written."""
+@pytest.mark.parametrize(("dtype", "topk", "layers"), [("u1", 8, 9), ("u1", 6, 13), ("i2", 10, 5), ("i4", 12, 2)])
+def test_a_note_is_of_a_run_that_passed(dtype, topk, layers):
+    """The kernel itself: a legal run is noted with its ids; a bad one and the template are not, all are written.
+
+    A note that is wrongly missing costs time alone, so no report can tell.
+    """
     from r3numba._dispatch import stores_for
     from r3numba._kernels import store_run
     from r3numba._numba import jit
 
     @jit(parallel=False)
-    def write(stores, target, address, count):
-        store_run(stores, target, 1, address, 1, count)
+    def write(stores, target, size, address, itemsize, count):
+        store_run(stores, target, size, address, itemsize, count)
 
-    note, keep = np.zeros(1, np.int64), np.ones(9 * 8 + LINE, np.uint8)
-    routes = legal(20, 9, 8, "u1")
-    bad, twin = routes.copy(), routes.copy()
-    bad[3, 3, 3], twin[7] = 64, twin[6]
-    kind = LAYERS.index((1, 8))
+    routes = legal(20, layers, topk, dtype)
+    routes[:, 1] = 0  # a dense layer
+    size, row_bytes = routes.itemsize, routes[0].nbytes
+    kept = np.repeat(np.arange(layers) != 1, topk * size)
+    keep = np.concatenate((kept, kept[:LINE]))
+    bad, twin, other = routes.copy(), routes.copy(), routes.copy()
+    bad[3, 0, 3], twin[7], other[:, -1] = 64, twin[6], other[0, -1]
+    kind, step = LAYERS.index((size, topk)), step_of(size, topk)
     for inner in {None, stores_for(True, paths.forced(None)), stores_for(False, paths.forced(None)), LINE}:
         if inner is not None and paths.may_report("streaming") != ("streaming",):
             continue
-        for source, template, expected in ((routes, 0, routes.size), (bad, 0, 0), (twin, 0, 0), (routes, 1, 0)):
-            for offset in (0, 8, 24):
-                out = placed(source, offset)
-                note[0] = 0
-                at = source.ctypes.data
-                stores = (inner, at if template else 0, note.ctypes.data, kind, LINE, 72, keep.ctypes.data, 63)
-                write(stores, out.ctypes.data, at, source.size)
+        for source, template, expected in (
+            (routes, 0, routes.size), (other, 0, routes.size), (bad, 0, 0), (twin, 0, 0), (routes, 1, 0),
+            (routes[:1], 0, routes[:1].size),
+        ):  # fmt: skip
+            for offset in (0, 8, 12, 24):
+                out, note, at = placed(source, offset), np.zeros(1, np.int64), source.ctypes.data
+                stores = (
+                    inner, at if template else 0, note.ctypes.data, kind, step, row_bytes, keep.ctypes.data, 63,
+                )  # fmt: skip
+                write(stores, out.ctypes.data, size, at, size, source.size)
                 assert note[0] == expected
                 assert np.array_equal(out[0], source)
 
