@@ -39,6 +39,7 @@ CAMPAIGNS = {
     "collate": Campaign(1_000_000, "random batches on every forced path (parallel, pool, serial, slices, streaming)"),
     "wire": Campaign(1_000_000, "payloads and bodies: valid, mutated, hostile"),
     "trace": Campaign(100_000, "random call sequences on traces"),
+    "audit": Campaign(20_000, "captures with random faults, alone and in the pass that copies, on every forced path"),
 }
 
 
