@@ -205,12 +205,16 @@ r3numba.warmup()
 # ---- what other threads see ------------------------------------------------------------------------------------------
 
 
-def test_the_fence_is_the_last_thing_a_worker_does():
+@pytest.mark.parametrize("audit", [False, True])
+def test_the_fence_is_the_last_thing_a_worker_does(audit):
     need_stores()
-    from r3numba import _streaming
+    from r3numba import _audit_kernels, _streaming
 
-    collate_routes([np.ones((9, 1, 1), np.uint8)], [9], num_threads=1, _policy=FORCED)
-    for code in _streaming.stream_serial.inspect_asm().values():
+    collate_routes([np.ones((9, 8, 8), np.uint8)], [9], audit=audit, num_threads=1, _policy=FORCED)
+    kernel = _audit_kernels.both_serial if audit else _streaming.stream_serial
+    codes = [code for arguments, code in kernel.inspect_asm().items() if not audit or "none" not in str(arguments)]
+    assert codes
+    for code in codes:
         lines = [line.split()[0] for line in code.splitlines() if line.startswith("\t") and line.split()]
         streamed = [index for index, word in enumerate(lines) if word.startswith(("movnt", "vmovnt"))]
         fences = [index for index, word in enumerate(lines) if word == "sfence"]
