@@ -1,8 +1,9 @@
 """The audit's kernels: ids out of range, duplicates, zeros and repeated rows, counted while the rows lie in cache.
 
-One pass, no allocation. A run that ``_lines`` lets pass costs no more than that. What does not pass, and layers of
-other shapes, are looked at row by row: by line again, or as lanes of 64-bit words, all pairs of them at once; and only
-a row that fails there too, or of a width that is no whole number of half words, id by id.
+One pass, no allocation. A stretch that ``_lines`` lets pass costs no more than that. What does not pass is looked at
+again in short stretches, and then row by row: as lanes of 64-bit words, all pairs of them at once. Layers of a shape
+that ``_lines`` does not know begin there. Only a row that fails there too, or of a width that is no whole number of
+half words, is looked at id by id.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ._lines import finish, passes, same_row
 from ._numba import address_of, int64, jit, load_uint8, load_uint32, load_uint64, uint64
 from ._tally import DUPLICATE, PASSED, RANGE, REPEATED, ZERO, ZERO_ROW
 
-#: Rows of a run that is looked at without a move. A run that does not pass is looked at row by row.
+#: Rows of a stretch that is looked at without a move; row by row, where it does not pass.
 RUN_ROWS = 64
 
 
@@ -29,9 +30,9 @@ def load_lanes(address, index, words):
 def suspicious_lanes(address, itemsize, by_layer, topk, keep, limit):
     """Say whether a row may hold a duplicate or an id from ``limit`` on; a layer is a whole number of half words.
 
-    Ids are lanes of 64-bit words. A word xor itself turned has a zero lane exactly where two ids are equal, and
-    ``(x - 0x01..) & ~x & 0x80..`` is not zero exactly if x has a zero lane. For the limit, the lower bits of a lane
-    carry into its highest when they reach it.
+    Ids are lanes of 64-bit words. A word xor itself turned has a zero lane exactly where two ids are equal: there
+    alone the highest bit is 0 both in it and in its lower bits plus 0x7f... For the limit, too, the lower bits of a
+    lane carry into its highest when they reach it. Nothing carries into the next lane.
 
     Two different words are compared at every rotation, a word with itself at the first half of them; a doubled half
     word repeats after half of its lanes, which halves both.
@@ -40,6 +41,7 @@ def suspicious_lanes(address, itemsize, by_layer, topk, keep, limit):
     lanes = 8 // itemsize
     ones = uint64(0xFFFFFFFFFFFFFFFF) // uint64((1 << bits) - 1)
     high = ones << uint64(bits - 1)
+    low = ~high
     small = limit <= 1 << (bits - 1)
     carry = uint64(((1 << (bits - 1)) if small else (1 << bits)) - limit) * ones
     words = topk * itemsize // 8
@@ -50,19 +52,19 @@ def suspicious_lanes(address, itemsize, by_layer, topk, keep, limit):
         for i in range(parts):
             word = load_lanes(base, i, words)
             period = lanes if i < words else lanes // 2
-            reached = (word & ~high) + carry
+            reached = (word & low) + carry
             found |= (word | reached) if small else (word & reached)
             for turn in range(1, period // 2 + 1):
                 shift = uint64(turn * bits)
                 x = word ^ ((word << shift) | (word >> (uint64(64) - shift)))
-                found |= (x - ones) & ~x
+                found |= ~(((x & low) + low) | x)
             for j in range(i):
                 x = word ^ load_lanes(base, j, words)
-                found |= (x - ones) & ~x
+                found |= ~(((x & low) + low) | x)
                 for turn in range(1, period):
                     shift = uint64(turn * bits)
                     x = ((word << shift) | (word >> (uint64(64) - shift))) ^ load_lanes(base, j, words)
-                    found |= (x - ones) & ~x
+                    found |= ~(((x & low) + low) | x)
         if (found & high & keep[layer]) != 0:
             return True
     return False
@@ -109,13 +111,9 @@ def audit_row(address, itemsize, by_layer, by_id, topk, keep, limit, token, tall
 
 
 @jit(parallel=False)
-def all_there(missing, first, end):
-    """Say whether none of the rows ``[first, end)`` is missing; ``missing`` is the address of a mask, or 0."""
-    if missing:
-        for token in range(first, end):
-            if load_uint8(missing, token) != 0:
-                return False
-    return True
+def recorded(missing, token):
+    """Say whether the engine recorded a row; ``missing`` is the address of a mask, or 0."""
+    return not missing or load_uint8(missing, token) == 0
 
 
 @jit(parallel=False)
@@ -125,9 +123,10 @@ def audit_rows(
 ):  # fmt: skip
     """Audit rows ``[first, end)`` of one trajectory of ``rows`` rows that begins at ``address``.
 
-    A run of one repeated row is counted where it begins, and followed past ``end`` as far as it goes. ``passed`` says
-    that ``_lines`` has let these rows pass, the last one apart. A run is looked at with the row behind it, which tells
-    whether the last one is repeated; only the last row of the trajectory is always looked at by itself.
+    A run of one repeated row is counted where it begins, and followed past ``end`` to the first row that differs or was
+    not recorded. ``passed`` says that ``_lines`` has let these rows pass, the last one apart. A stretch is looked at
+    with the row behind it, which tells whether its last one is repeated; only the last row of the trajectory is always
+    looked at by itself. What rows hold that were not recorded counts for nothing, but may keep a stretch from passing.
     """
     layers = keep.size
     kind, wide, step = lines[itemsize, 0], lines[itemsize, 1], lines[itemsize, 2]
@@ -139,27 +138,29 @@ def audit_rows(
     while first < end:
         stop = min(end, first + RUN_ROWS)
         behind = min(rows, stop + 1)
-        if lined and all_there(missing, first, stop):
+        if lined:
             run = (behind - first) * by_row
             if passes(False, False, 0, address + first * by_row, run, 0, 0, kind, step, by_row, wide, last):
                 first = behind - 1
         for token in range(first, stop):
-            if missing and load_uint8(missing, token) != 0:
+            if not recorded(missing, token):
                 continue
             row = address + token * by_row
             if not lanes or suspicious_lanes(row, itemsize, by_layer, topk, keep, last + 1):
                 audit_row(row, itemsize, by_layer, by_id, topk, keep, last + 1, token, tally, zeros)
-            if token == 0 or not same_row(row, by_row, itemsize, by_layer, by_id, layers, topk):
-                after = token + 1
-                while after < rows and same_row(
-                    address + after * by_row, by_row, itemsize, by_layer, by_id, layers, topk
-                ):  # fmt: skip
-                    after += 1
-                if after - token >= long_run:
-                    if tally[REPEATED] == 0:
-                        tally[REPEATED + 1] = token
-                    tally[REPEATED] += 1
-                    tally[REPEATED + 2] = max(tally[REPEATED + 2], after - token)
+            before = token > 0 and recorded(missing, token - 1)
+            if before and same_row(row, by_row, itemsize, by_layer, by_id, layers, topk):
+                continue
+            after = token + 1
+            while after < rows and recorded(missing, after):
+                if not same_row(address + after * by_row, by_row, itemsize, by_layer, by_id, layers, topk):
+                    break
+                after += 1
+            if after - token >= long_run:
+                if tally[REPEATED] == 0:
+                    tally[REPEATED + 1] = token
+                tally[REPEATED] += 1
+                tally[REPEATED + 2] = max(tally[REPEATED + 2], after - token)
         first = stop
 
 

@@ -78,19 +78,24 @@ def _repeated(
     long_run: int,
     tally: NDArray[np.int64],
 ) -> None:
-    """Count the runs of one row that begin in ``[begin, end)``, each as far as it goes."""
+    """Count the runs of one row that begin in ``[begin, end)``, each to the first that differs or was not recorded."""
     flat = source.reshape(len(source), -1) if source.flags.c_contiguous else source
+
+    def repeats(token: int) -> bool:
+        """Say whether a row and the one before it are recorded, and the same."""
+        if gone is not None and (gone[token] or gone[token - 1]):
+            return False
+        return np.array_equal(flat[token], flat[token - 1])
+
     token = begin
     while token < end:
-        if (gone is not None and gone[token]) or (token and np.array_equal(flat[token], flat[token - 1])):
-            token += 1
-            continue
         stop = token + 1
-        while stop < len(flat) and np.array_equal(flat[stop], flat[token]):
-            stop += 1
-        if stop - token >= long_run:
-            if tally[REPEATED] == 0:
-                tally[REPEATED + 1] = token
-            tally[REPEATED] += 1
-            tally[REPEATED + 2] = max(int(tally[REPEATED + 2]), stop - token)
-        token += 1
+        if not (token and repeats(token)):
+            while stop < len(flat) and repeats(stop):
+                stop += 1
+            if stop - token >= long_run:
+                if tally[REPEATED] == 0:
+                    tally[REPEATED + 1] = token
+                tally[REPEATED] += 1
+                tally[REPEATED + 2] = max(int(tally[REPEATED + 2]), stop - token)
+        token = stop

@@ -195,9 +195,9 @@ def run(
     else:
         module = module or _forced_kernels(policy.path)
         source = module if home == "_kernels" else importlib.import_module(f"{__package__}.{home}")
-        if path == "parallel":
+        if path == "parallel" and kernel is not None:
             with module.runtime.thread_mask(threads):
-                getattr(source, kernel or twin)(pieces, *arguments)
+                getattr(source, kernel)(pieces, *arguments)
         elif path == "serial":
             getattr(source, twin)(pieces, *arguments)
         else:

@@ -4,9 +4,10 @@ Destination and sources are addresses, item sizes and strides in bytes, so that 
 layout. The loops trust the plan: all checks were made before (``_sources``, ``_plan``). With plain stores each function
 has one call site, because LLVM inlines them all and every further copy costs compile time.
 
-One walk serves two kinds of store: ``stores`` is None for plain ones, and for those of ``_streaming`` the bytes from
-which a run is streamed. Its *type* decides when the walk is compiled, so that neither kind contains the other. (A
-function as argument would do, but Numba cannot cache that on disk.)
+One walk serves every kind of store. ``stores`` is None for plain ones; the bytes from which a run is streamed, by
+``_streaming``; or a tuple for runs that an audit looks at in passing, in ``_lines``, which begins with either. Its
+*type* decides when the walk is compiled, so that plain moves contain nothing else. (A function as argument would do,
+but Numba cannot cache that on disk.)
 """
 
 from __future__ import annotations

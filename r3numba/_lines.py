@@ -16,7 +16,7 @@ from . import _numba as runtime
 from ._kernels import load_id, plain_run, store_run
 from ._numba import copy_bytes, jit, load_uint64, prefetch, store_int64, uint64
 from ._plan import AHEAD, LINE
-from ._tally import LAYERS, step_of
+from ._tally import LAYERS, kind_of, step_of
 
 
 def _bad_ids_of(itemsize, topk, builder, address, keep, last):
@@ -50,7 +50,7 @@ def _bad_ids_of(itemsize, topk, builder, address, keep, last):
 
 @intrinsic
 def bad_ids(typing_context, kind, address, keep, last):
-    """Look at the line at ``address``, which begins with whole layers of ``LAYERS[kind]``; return a bit a wrong id.
+    """Look at the line at ``address``, which begins with whole layers of a ``kind``; return a bit for each wrong id.
 
     Wrong is an id above ``last`` (as unsigned, so that negative ids are), or equal to another one of its layer: each
     layer is turned by one place, by two, and so on to half of it. ``keep`` is the address of a line of bytes that are
@@ -60,15 +60,14 @@ def bad_ids(typing_context, kind, address, keep, last):
     def generate(context, builder, signature, arguments):
         kind, *rest = arguments
         before, end = builder.basic_block, builder.append_basic_block("end")
-        cases = []
+        choice = builder.switch(kind, end)
+        cases = [(ir.Constant(ir.IntType(64), -1), before)]  # a kind that is not known here never passes
         for layer in LAYERS:
-            with builder.goto_block(builder.append_basic_block("layer")):
-                cases.append((_bad_ids_of(*layer, builder, *rest), builder.basic_block))
-                builder.branch(end)
-        builder.position_at_end(before)
-        choice = builder.switch(kind, cases[-1][1])
-        for index, (_, block) in enumerate(cases[:-1]):
-            choice.add_case(ir.Constant(kind.type, index), block)
+            block = builder.append_basic_block("layer")
+            choice.add_case(ir.Constant(kind.type, kind_of(*layer)), block)
+            builder.position_at_end(block)
+            cases.append((_bad_ids_of(*layer, builder, *rest), builder.basic_block))
+            builder.branch(end)
         builder.position_at_end(end)
         found = builder.phi(ir.IntType(64))
         for case in cases:

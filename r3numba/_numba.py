@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import hashlib
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -31,15 +34,32 @@ __all__ = [
 JIT_DISABLED: bool = bool(numba.config.DISABLE_JIT)
 
 
+@functools.lru_cache(maxsize=1)
+def _sources() -> str:
+    """Return a digest of the package's sources.
+
+    A kernel on disk holds what it calls and every constant, from whatever file, but Numba's own stamp is the date of
+    one file: after an update, or with dates that an image has made equal, an old kernel could serve new callers.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def jit(*, parallel: bool) -> Callable[[Any], Any]:
     """Return the decorator of every kernel: ``nogil``; ``cache`` where R3NUMBA_CACHE=1 and a writable place allow."""
 
     def decorate(function: Any) -> Any:
         if os.environ.get("R3NUMBA_CACHE", "") == "1":
+            name = function.__qualname__
+            function.__qualname__ = f"{name}-{_sources()}"  # Numba names the file after it
             try:
                 return numba.njit(function, parallel=parallel, nogil=True, cache=True)
             except RuntimeError as error:  # Numba raises at decoration where it finds no writable place
                 warnings.warn(f"R3NUMBA_CACHE=1 has no effect: {error}", RuntimeWarning, stacklevel=2)
+            finally:
+                function.__qualname__ = name
         return numba.njit(function, parallel=parallel, nogil=True)
 
     return decorate

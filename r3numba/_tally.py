@@ -9,7 +9,7 @@ from typing import Final
 
 from ._plan import LINE
 
-RANGE: Final = 0  #: ids out of range: count, token and layer of the first
+RANGE: Final = 0  #: (token, layer) pairs with an id out of range: count, token and layer of the first
 DUPLICATE: Final = 3  #: (token, layer) pairs with an id twice, zeros aside: count, token, layer
 ZERO: Final = 6  #: (token, layer) pairs that are all zero: count, token, layer
 ZERO_ROW: Final = 9  #: tokens whose MoE layers are all zero: count, token
@@ -21,6 +21,11 @@ COLUMNS: Final = 16
 LAYERS: Final = tuple(
     (itemsize, topk) for itemsize in (1, 2, 4) for topk in (1, 2, 4, 6, 8, 10, 12, 16, 22) if itemsize * topk <= LINE
 )
+
+
+def kind_of(itemsize: int, topk: int) -> int:
+    """Return the number of a kind of layer."""
+    return itemsize << 8 | topk
 
 
 def step_of(itemsize: int, topk: int) -> int:

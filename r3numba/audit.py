@@ -21,12 +21,13 @@ from ._plan import LINE, Plan, Sources, address_of, cut_pieces, row_major
 from ._policy import Policy, policy_from_environment
 from ._slices import move_pieces
 from ._sources import effective, read_missing, read_sources
-from ._tally import COLUMNS, DUPLICATE, LAYERS, RANGE, REPEATED, ZERO, ZERO_ROW, step_of
+from ._tally import COLUMNS, DUPLICATE, LAYERS, RANGE, REPEATED, ZERO, ZERO_ROW, kind_of, step_of
 
 #: Rows from which a repeated row counts as stale; reports tell of tens of them, and greedy loops stay below.
 LONG_RUN: Final = 32
-#: Rows are moved, then audited while they lie in cache, in blocks of this: 64 KiB cost a collation into fresh memory 15
-#: to 27 %, 256 KiB 10 %, 1 MiB 7 % (403 MB of uint8, one thread); source and copy of 256 KiB still fit any L2.
+#: Rows are moved and looked at in blocks of this; what does not pass is looked at again while it lies in cache. 200 MB
+#: of uint8, two threads, fresh and recycled: 28 and 19 ms in blocks of 16 KiB, 24 and 11 of 64 KiB, 21 and 10 of
+#: 256 KiB, 24 and 10 of 1 MiB; source and copy of 256 KiB still fit any second-level cache.
 AUDIT_BLOCK_BYTES: Final = 256 << 10
 
 
@@ -37,8 +38,9 @@ class AuditFinding:
     Attributes
     ----------
     kind : str
-        "out_of_range" (ids), "duplicate" (token and layer with an id twice), "zero" (token and layer),
-        "zero_row" (tokens, every MoE layer zero), "zero_layer" (layers, every token zero), "repeated_row" (runs).
+        "out_of_range" (token and layer with such an id), "duplicate" (token and layer with an id twice), "zero" (token
+        and layer), "zero_row" (tokens, every MoE layer zero), "zero_layer" (layers, every token zero), "repeated_row"
+        (runs of ``LONG_RUN`` rows and more; a missing row ends one).
     trajectory, token, layer : int
         Where the first one is; -1 where the kind has no such coordinate.
     count : int
@@ -56,7 +58,7 @@ class AuditFinding:
 
     def __str__(self) -> str:
         what = {
-            "out_of_range": "ids out of range",
+            "out_of_range": "(token, layer) pairs with an id out of range",
             "duplicate": "(token, layer) pairs with an id twice",
             "zero": "(token, layer) pairs of zeros",
             "zero_row": "tokens with zeros in every layer",
@@ -84,7 +86,8 @@ class RouteAudit:
     findings : tuple of AuditFinding
         By trajectory; empty where nothing is wrong.
     trajectories, rows, layers, topk : int
-        What was audited; ``rows`` over all trajectories, ``layers`` without those that ``moe_layers`` leaves out.
+        What was handed over; ``rows`` over all trajectories, missing ones too, ``layers`` without those that
+        ``moe_layers`` leaves out.
     blind_spots : tuple of str
         What this audit could not see.
 
@@ -147,7 +150,7 @@ class AuditTask:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Return what every kernel of the audit takes first."""
+        """Return what every kernel of the audit takes before its sources."""
         return (self.block, self.tallies, self.zeros, self.keep, self.limit, self.lines, LONG_RUN)
 
 
@@ -180,7 +183,7 @@ def new_task(plan: Plan, pieces: NDArray[np.int64], options: AuditOptions) -> Au
         kept = np.repeat(options.moe_layers, size * plan.sources.topk)
         if layer in LAYERS and len(kept) >= LINE and _dispatch.compiled():
             held.append(np.concatenate((kept, kept[:LINE])).view(np.uint8))
-            lines[size] = LAYERS.index(layer), address_of(held[-1]), step_of(*layer)
+            lines[size] = kind_of(*layer), address_of(held[-1]), step_of(*layer)
     segments = len(pieces) + len(plan.first)
     return AuditTask(
         options=options,
@@ -204,7 +207,7 @@ def execute_audited(
     policy: Policy,
     options: AuditOptions,
 ) -> RouteAudit:
-    """Do what ``_dispatch.execute`` does, and audit each block of rows while it lies in cache."""
+    """Do what ``_dispatch.execute`` does, and audit each block of rows in passing."""
     threads = _dispatch.thread_count(out.nbytes, fresh=fresh, num_threads=num_threads, policy=policy)
     pieces = cut_pieces(plan, out, threads, policy.piece_align)
     task = new_task(plan, pieces, options)

@@ -51,7 +51,12 @@ CORE = (EXECUTOR, "tests/test_topology.py", "tests/test_routes.py", "tests/test_
 LANES = (
     Lane("main", "main", ("tests", "--doctest-modules", "r3numba")),
     Lane("numpy backend", "main", CORE, {"R3NUMBA_BACKEND": "numpy"}),
-    Lane("without JIT", "main", (EXECUTOR, "-m", "not large"), {"NUMBA_DISABLE_JIT": "1", "R3NUMBA_BACKEND": "numba"}),
+    Lane(
+        "without JIT",
+        "main",
+        (EXECUTOR, "tests/test_audit.py", "-m", "not large"),
+        {"NUMBA_DISABLE_JIT": "1", "R3NUMBA_BACKEND": "numba"},
+    ),
     Lane("bounds checked", "main", (EXECUTOR, "-k", "serial or any_batch"), {"NUMBA_BOUNDSCHECK": "1"}),
     Lane("workqueue", "main", (EXECUTOR,), {"NUMBA_THREADING_LAYER": "workqueue"}),
     Lane("bare", "bare", ("tests",)),

@@ -46,10 +46,10 @@ def oracle(routes, num_experts, moe, missing=None):
     t, longest = 0, 0
     while t < rows:
         stop = t + 1
-        while stop < rows and (routes[stop] == routes[t]).all():
-            stop += 1
-        gone = missing is not None and missing[t]
-        if stop - t >= LONG_RUN and not gone:
+        if missing is None or not missing[t]:
+            while stop < rows and (routes[stop] == routes[t]).all() and (missing is None or not missing[stop]):
+                stop += 1
+        if stop - t >= LONG_RUN:
             seen["repeated_row"].append((t, -1))
             longest = max(longest, stop - t)
         t = stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import paths
 import pytest
 from audit_model import check, draw, found, legal
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +19,11 @@ def three_cpus(monkeypatch):
     monkeypatch.setattr("r3numba._dispatch.permitted_cpus_cached", lambda: 3)
 
 
-@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(120 if paths.jit_runs() else 25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     st.integers(0, 2**63), st.sampled_from([1, 64, 1024]), st.sampled_from([1, 256, 2048, 256 << 10]),
     st.sampled_from([None, np.int32]),
@@ -71,6 +76,23 @@ def test_case_18_a_repeated_row():
     routes[70:137] = routes[70]
     audit = check([None, routes], 64)
     assert found(audit, 1) == {"repeated_row": (1, 70, -1, 67)}
+
+
+def test_a_missing_row_ends_a_run_and_its_ids_count_for_nothing():
+    rng = np.random.default_rng(3)
+    for gone, expected in (
+        ([0], {"repeated_row": (1, 1, -1, 99)}),
+        ([99], {"repeated_row": (1, 0, -1, 99)}),
+        ([50], {"repeated_row": (2, 0, -1, 50)}),
+        ([31, 63, 95], {}),
+        (range(1, 100), {}),
+    ):
+        mask = np.zeros(100, bool)
+        mask[list(gone)] = True
+        routes = np.repeat(legal(rng, 1, 9, 8, 64), 100, axis=0)
+        for rows_of in (routes[0], 0, 255):  # what a missing row holds
+            routes[mask] = rows_of
+            assert found(check([routes], 64, missing=[mask]), 0) == expected
 
 
 def test_dense_layers_are_zero_by_design():

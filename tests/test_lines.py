@@ -12,7 +12,7 @@ import pytest
 
 from r3numba import audit_routes, backend_info, collate_routes
 from r3numba._plan import LINE
-from r3numba._tally import LAYERS, step_of
+from r3numba._tally import LAYERS, kind_of, step_of
 
 pytestmark = pytest.mark.skipif(not paths.compiled(), reason="needs Numba")
 PATHS = ("serial", "streaming")
@@ -122,7 +122,7 @@ def test_a_note_is_of_a_run_that_passed(dtype, topk, layers):
     keep = np.concatenate((kept, kept[:LINE]))
     bad, twin, other = routes.copy(), routes.copy(), routes.copy()
     bad[3, 0, 3], twin[7], other[:, -1] = 64, twin[6], other[0, -1]
-    kind, step = LAYERS.index((size, topk)), step_of(size, topk)
+    kind, step = kind_of(size, topk), step_of(size, topk)
     for inner in {None, stores_for(True, paths.forced(None)), stores_for(False, paths.forced(None)), LINE}:
         if inner is not None and paths.may_report("streaming") != ("streaming",):
             continue
@@ -156,7 +156,7 @@ for barred in (0, 3):  # the two pages between them are ours
 for rows, layers, topk in ((1, 8, 8), (2, 8, 8), (3, 9, 8), (7, 15, 8), (20, 40, 8), (1, 61, 8), (2, 11, 6), (3, 7, 10),
                            (20, 30, 6), (5, 3, 22), (4, 64, 1)):
     nbytes = rows * layers * topk
-    ids = (np.arange(rows * layers).reshape(rows, layers, 1) * 7 + np.arange(topk) * 2) % 63
+    ids = (np.arange(rows)[:, None, None] * 5 + np.arange(layers)[:, None] * 7 + np.arange(topk) * 2) % 63
     for begin in (page, 3 * page - nbytes):
         routes = memory[begin : begin + nbytes].reshape(rows, layers, topk)
         for values in (ids, ids * 0, ids[:1] + ids * 0):

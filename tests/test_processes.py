@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import paths
 import pytest
+
+import r3numba
 
 pytestmark = pytest.mark.skipif(paths.available() == ("slices",), reason="needs Numba")
 
@@ -467,6 +471,27 @@ def test_cache_switch_is_guarded_where_nothing_is_writable(tmp_path):
         R3NUMBA_CACHE="1",
     )
     assert int(out) >= 1
+
+
+def test_a_kernel_on_disk_is_never_older_than_what_it_calls(tmp_path):
+    """Another constant in another file, every date as it was: the kernel is compiled again."""
+    package = tmp_path / "r3numba"
+    shutil.copytree(Path(r3numba.__file__).parent, package)
+    code = "import numpy, r3numba; r3numba.collate_routes([numpy.ones((3, 1, 2), 'u1')], [4]); print(r3numba.__file__)"
+    counts = []
+    for change in ("", "\n# another constant\n"):
+        plan = package / "_plan.py"
+        before = plan.stat()
+        plan.write_text(plan.read_text() + change)
+        os.utime(plan, ns=(before.st_atime_ns, before.st_mtime_ns))
+        shutil.rmtree(package / "__pycache__", ignore_errors=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+            env=environment("omp", R3NUMBA_CACHE="1", NUMBA_CACHE_DIR=str(tmp_path / "kernels")),
+        )  # fmt: skip
+        assert done.stdout.strip() == str(package / "__init__.py"), done.stderr
+        counts.append(len(list(tmp_path.rglob("*move_serial*.nbi"))))
+    assert counts == [1, 2]
 
 
 def test_releases_the_gil_while_bytes_move():

@@ -140,7 +140,9 @@ def run_captures(repeat: int, step: Callable[[str], None]) -> list[dict[str, Any
     arms = capture_arms()
     tasks = []
     for arm in arms:
-        threads = _dispatch.would_run(arm.nbytes, fresh=True, policy=DEFAULT_POLICY)[1] if arm.cold else 1
+        threads = 1
+        if arm.cold:
+            threads = _dispatch.thread_count(arm.nbytes, fresh=True, num_threads=None, policy=DEFAULT_POLICY)
         tasks.append(Task(arm.name, arm.run, arm.nbytes if arm.cold else 0, threads=threads))
     timings = measure(tasks, repeat, step=step)
     return [
