@@ -13,8 +13,8 @@ from ._lines import finish, passes, same_row
 from ._numba import address_of, int64, jit, load_uint8, load_uint32, load_uint64, uint64
 from ._tally import DUPLICATE, PASSED, RANGE, REPEATED, ZERO, ZERO_ROW
 
-#: Rows of a stretch that is looked at without a move; row by row, where it does not pass.
-RUN_ROWS = 64
+#: A block that does not pass is looked at again in stretches of so many rows; row by row, where one does not pass.
+SHORT_ROWS = 16
 
 
 @jit(parallel=False)
@@ -135,13 +135,17 @@ def audit_rows(
     last = limit[itemsize] - 1
     if passed:
         first = end - 1
+    count = end - first
     while first < end:
-        stop = min(end, first + RUN_ROWS)
+        stop = min(end, first + count)
         behind = min(rows, stop + 1)
         if lined:
-            run = (behind - first) * by_row
-            if passes(False, False, 0, address + first * by_row, run, 0, 0, kind, step, by_row, wide, last):
+            nbytes = (behind - first) * by_row
+            if passes(False, False, 0, address + first * by_row, nbytes, 0, 0, kind, step, by_row, wide, last):
                 first = behind - 1
+            elif count > SHORT_ROWS:
+                count = SHORT_ROWS
+                continue
         for token in range(first, stop):
             if not recorded(missing, token):
                 continue

@@ -130,8 +130,8 @@ def passes(stores, streamed, target, address, nbytes, head, stop, kind, step, ro
     repeated = False
     at = head
     for look in range(address, address + nbytes - row_bytes, step):
+        prefetch(look + AHEAD)
         if at < stop:
-            prefetch(address + at + AHEAD)
             store_line(stores, streamed, target + at, address + at)
             at += LINE
         wrong |= bad_ids(kind, look, keep + place, last)

@@ -1,6 +1,7 @@
 """Soak: millions of random cases against naive oracles. Resumable; ``make soak`` runs all of it.
 
     python scripts/soak.py                              go on where the last run stopped, then write docs/soak.md
+    python scripts/soak.py --campaign wire              the same for one campaign; the page keeps the rows of the others
     python scripts/soak.py --campaign wire --only 123   one case again (the number that a failure printed)
 
 Case i of a campaign draws everything from the seed and i, so that a failure is reproduced by its number alone.
@@ -133,8 +134,12 @@ def main():
             if states[name] is None:
                 pool.terminate()
                 return 1
-    if options.count is None and options.campaign is None:
-        write_page(states, options.seed)
+    if options.count is None:
+        for name in CAMPAIGNS.keys() - names:  # each row says which source it is of
+            saved = STATE / f"{name}-{options.seed}.json"
+            if saved.exists():
+                states[name] = json.loads(saved.read_text())
+        write_page({name: states[name] for name in CAMPAIGNS if name in states}, options.seed)
     return 0
 
 

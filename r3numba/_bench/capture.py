@@ -59,7 +59,7 @@ def capture_arms(tokens: int = TOKENS) -> list[CaptureArm]:
     """Return the arms over one trajectory of ``tokens`` tokens, and over four of them for the audit."""
     routes = legal_routes(tokens - 1)
     arms = [*_decode_arms(routes), *_compact_arms(routes), *_trace_arms(routes)]
-    batch, lengths = [routes] * 4, [tokens] * 4
+    batch, lengths = [routes.copy() for _ in range(4)], [tokens] * 4  # as far apart as those of a step
     collator = RouteCollator()
     size = 4 * routes.nbytes
     options: dict[str, Any] = {"num_experts": EXPERTS}
