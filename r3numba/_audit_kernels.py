@@ -132,7 +132,7 @@ def audit_rows(
     kind, wide, step = lines[itemsize, 0], lines[itemsize, 1], lines[itemsize, 2]
     lined = kind >= 0 and by_id == itemsize and by_layer == topk * by_id and by_row == layers * by_layer
     lanes = by_id == itemsize and topk * itemsize % 4 == 0
-    last = limit[itemsize] - 1
+    bound = limit[itemsize]
     if passed:
         first = end - 1
     count = end - first
@@ -141,7 +141,7 @@ def audit_rows(
         behind = min(rows, stop + 1)
         if lined:
             nbytes = (behind - first) * by_row
-            if passes(False, False, 0, address + first * by_row, nbytes, 0, 0, kind, step, by_row, wide, last):
+            if passes(False, False, 0, address + first * by_row, nbytes, 0, 0, kind, step, by_row, wide, bound - 1):
                 first = behind - 1
             elif count > SHORT_ROWS:
                 count = SHORT_ROWS
@@ -150,8 +150,8 @@ def audit_rows(
             if not recorded(missing, token):
                 continue
             row = address + token * by_row
-            if not lanes or suspicious_lanes(row, itemsize, by_layer, topk, keep, last + 1):
-                audit_row(row, itemsize, by_layer, by_id, topk, keep, last + 1, token, tally, zeros)
+            if not lanes or suspicious_lanes(row, itemsize, by_layer, topk, keep, bound):
+                audit_row(row, itemsize, by_layer, by_id, topk, keep, bound, token, tally, zeros)
             before = token > 0 and recorded(missing, token - 1)
             if before and same_row(row, by_row, itemsize, by_layer, by_id, layers, topk):
                 continue

@@ -212,7 +212,7 @@ def _remember(backend: str, path: PathName, threads: int) -> None:
 
 def stores_for(streamed: bool, policy: Policy) -> int | None:
     """Return the ``stores`` of a kernel that can do both: None where streaming is off or absent, else a length."""
-    if policy.stream_from is None or not compiled() or not _has_streaming():
+    if policy.stream_from is None or not _streaming_here():
         return None
     return policy.stream_run_from if streamed else _NEVER
 
@@ -224,7 +224,12 @@ def streams(nbytes: int, *, fresh: bool, policy: Policy) -> bool:
     """
     if policy.stream_from is None or (policy.path is None and (fresh or nbytes < policy.stream_from)):
         return False
-    return policy.path in (None, "streaming") and kernels() is not None and _has_streaming()
+    return policy.path in (None, "streaming") and _streaming_here()
+
+
+def _streaming_here() -> bool:
+    """Say whether this process has kernels, and streaming stores for them."""
+    return kernels() is not None and _has_streaming()
 
 
 @functools.lru_cache(maxsize=1)

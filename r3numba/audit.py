@@ -180,8 +180,9 @@ def new_task(plan: Plan, pieces: NDArray[np.int64], options: AuditOptions) -> Au
     for size, most in ((1, 1 << 8), (2, 1 << 15), (4, 1 << 31)):
         limit[size] = most if options.num_experts is None else min(most, options.num_experts)
         layer = (size, plan.sources.topk)
-        kept = np.repeat(options.moe_layers, size * plan.sources.topk)
-        if layer in LAYERS and len(kept) >= LINE and _dispatch.compiled():
+        row_bytes = size * plan.sources.topk * plan.sources.layers
+        if layer in LAYERS and row_bytes >= LINE and _dispatch.compiled():
+            kept = np.repeat(options.moe_layers, size * plan.sources.topk)
             held.append(np.concatenate((kept, kept[:LINE])).view(np.uint8))
             lines[size] = kind_of(*layer), address_of(held[-1]), step_of(*layer)
     segments = len(pieces) + len(plan.first)
